@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
+from kvconnector.allowed_producers import AllowedProducers
 from kvconnector.errors import ConfigError
+from kvconnector.ids import Id
 
 Role = Literal["producer", "consumer", "both"]
 # The upper bound refuses infinity: every wait ends.
@@ -49,6 +51,11 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
     authorized_clients_file: str = ""
     """Public keys of the engines that this one talks to, one per line."""
+    allowed_producers: str = ""
+    """The producers that requests may name, separated by commas: networks (`10.2.0.0/16`), hosts, or hosts with the
+    port of the directory service (`10.2.0.7:5557`, `*.prefill.svc:5557`). A request that names another one is refused
+    before anything connects. Empty allows all. The workers that a listed producer names are trusted with it.
+    """
     max_message_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
     over_ucx: bool = True
@@ -73,6 +80,10 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     hello_timeout_s: Positive = 10.0
     """From the first connection attempt to a usable session. An engine that is not known has three times as long."""
+    max_unknown_engines: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
+    """Engines never met before that a consumer rank greets at once; others wait for their turn. Requests may name any
+    number of addresses, and each takes a few descriptors until it has answered or its time is over.
+    """
     heartbeat_interval_s: Positive = 5.0
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0
@@ -158,7 +169,7 @@ CUDA_SPIN_S = 5e-3
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one engine. Every rank and the scheduler of an engine get the same."""
 
-    engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    engine_id: Id
     """This engine's name, by which peers address it. Unique among the engines that talk to each other."""
     role: Role = "both"
     """`producer`: offers blocks. `consumer`: loads them. `both`: does both."""
@@ -203,6 +214,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 budget_bytes=self.staging.budget_bytes,
             )
         self._check_security()
+        self._check_addresses()
 
     def _check_values(self) -> None:
         """Check types and ranges, since struct constructors check neither."""
@@ -219,6 +231,20 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
                 raise _worded(error, {field.name: value}, field.name) from error
+
+    def _check_addresses(self) -> None:
+        control = self.control
+        AllowedProducers(control.allowed_producers)
+        if is_wildcard(control.advertise_host):
+            raise ConfigError(
+                "control.advertise_host is the host that peers connect to, and no wildcard",
+                advertise_host=control.advertise_host,
+            )
+        if is_wildcard(control.host) and not control.advertise_host:
+            raise ConfigError(
+                "a control channel on every interface needs control.advertise_host, the host that peers connect to",
+                host=control.host,
+            )
 
     def _check_security(self) -> None:
         control = self.control
@@ -319,6 +345,11 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     for field in msgspec.structs.fields(ConnectorConfig)
     if isinstance(field.default, msgspec.Struct)
 }
+
+
+def is_wildcard(host: str) -> bool:
+    """Returns True if `host` stands for every interface, in any spelling: `0.0.0.0`, `0`, `::`, `[0:0::]`."""
+    return bool(host) and not host.strip("[]0:.")
 
 
 def is_loopback(host: str) -> bool:

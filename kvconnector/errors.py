@@ -6,6 +6,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_CONTROL = {
+    code: chr(code).encode("unicode_escape").decode()
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+}
+
+
+def one_line(text: str) -> str:
+    """Return a text with its control characters escaped: whoever wrote parts of it cannot forge lines of a log."""
+    return text if text.isprintable() else text.translate(_CONTROL)
+
 
 class KVConnectorError(Exception):
     """Base class of all errors. `context` holds the values that the text ends with: engine, rank, request, values that
@@ -21,11 +31,11 @@ class KVConnectorError(Exception):
 
     @property
     def statement(self) -> str:
-        """The text without the remedy, as peers get it."""
+        """The text without the remedy, in one line, as peers get it."""
         if not self.context:
-            return self.message
+            return one_line(self.message)
         details = ", ".join(f"{name}={value!r}" for name, value in self.context.items())
-        return f"{self.message} [{details}]"
+        return one_line(f"{self.message} [{details}]")
 
     def __str__(self) -> str:
         return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
@@ -105,6 +115,15 @@ class AuthenticationError(RemoteError):
     """One of the two engines does not accept the other's key."""
 
     remedy = "each side needs the other's public key in its control.authorized_clients_file, see docs/hosts.md"
+
+
+class ProducerNotAllowedError(RemoteError):
+    """A request names a producer that `control.allowed_producers` does not list. Nothing was connected to."""
+
+    remedy = (
+        "if it is a producer of this deployment, add it to the list; else see which client or router sent the request,"
+        " and strip kv_transfer_params from what clients send (docs/security.md)"
+    )
 
 
 class PeerUnreachableError(RemoteError):

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from kvconnector.errors import one_line
+
 LOG_INTERVAL_S = 60.0
 MAX_KEYS = 256
 """Number of kinds that are counted separately. All others share one entry, so that many kinds cost no memory."""
@@ -50,7 +52,7 @@ class FoldedLog:
         self._logged[key] = began_at, num_logged + 1
         more = self._unlogged.pop(key, 0)
         since = f" (and {more} times before, since it was last logged)" if more else ""
-        self._logger.warning("%s%s", text, since)
+        self._logger.warning("%s%s", one_line(text), since)
 
     def flush(self, *, is_last: bool = False) -> None:
         """Log the number of warnings that were not logged, of keys whose minute is over; if `is_last`, of all keys."""
@@ -59,7 +61,7 @@ class FoldedLog:
             if is_last or now - began_at >= LOG_INTERVAL_S:
                 del self._logged[key]
                 if more := self._unlogged.pop(key, 0):
-                    self._logger.warning("%s: %d more like these", key, more)
+                    self._logger.warning("%s: %d more like these", one_line(key), more)
 
 
 class Refusals(FoldedLog):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
 import msgspec
+from msgspec import Meta
+
+PRINTED = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""A text without control characters. With them a name could forge lines of a log, or talk to a server that is no
+control channel but takes lines of text.
+"""
+Id = Annotated[str, Meta(min_length=1, max_length=512, pattern=PRINTED)]
+"""A name that travels: of an engine, a request, a transfer or a start."""
 
 EngineId = NewType("EngineId", str)
 """The operator's or the engine's name for one engine (all its ranks). Stable across restarts."""

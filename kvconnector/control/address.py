@@ -6,6 +6,7 @@ import ipaddress
 import re
 from typing import NamedTuple
 
+from kvconnector.config import is_wildcard
 from kvconnector.errors import ConfigError
 
 _ADDRESS = re.compile(
@@ -27,7 +28,8 @@ class HostPort(NamedTuple):
 
 def parse_address(address: str) -> HostPort:
     """Split an address that a peer or a router named. Raises ConfigError: anything but `tcp://`, a host name or IP
-    address, and a port from 1 to 65535. ZMQ itself would accept wildcards, source addresses and other schemes.
+    address that is no wildcard, and a port from 1 to 65535. ZMQ itself would accept wildcards, for which the kernel
+    connects to this host, source addresses and other schemes.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
@@ -37,6 +39,8 @@ def parse_address(address: str) -> HostPort:
         raise ConfigError(f"port of a control address must be 1 to {_MAX_PORT}", address=address)
     if match["v6"]:
         _parse_ip(host, address=address)
+    if is_wildcard(host):
+        raise ConfigError("host of a control address is a wildcard", address=address)
     return HostPort(host, port)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_counts
-from kvconnector.ids import new_secret
+from kvconnector.ids import Id, new_secret
 from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
 from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.runtime.engine import WorkerMetadata
@@ -15,7 +15,7 @@ from kvconnector.runtime.params import StreamRequest
 from kvconnector.runtime.remote_request import block_lists, tokens_to_load
 from kvconnector.session.orders import GrowRequest, HoldRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
-from kvconnector.wire.messages import MAX_EXTRA_BYTES, Id
+from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
 
 class Stream(msgspec.Struct, eq=False, gc=False):

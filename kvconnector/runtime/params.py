@@ -17,16 +17,16 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
-from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.ids import PRINTED, EngineAddress, EngineId, Id
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import HoldRequest
 from kvconnector.topology import EngineGeometry
 
 # the wire's own types: a peer would end the connection, and with it other requests, over an invalid value
-from kvconnector.wire.messages import Id, Secret128
+from kvconnector.wire.messages import Secret128
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=PRINTED)]
 
 MAX_TOKENS = (1 << 31) - 1
 """Most tokens of a prompt that is still computed."""

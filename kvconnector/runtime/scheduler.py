@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
+from kvconnector.allowed_producers import AllowedProducers
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.errors import (
     IncompatiblePeerError,
     LocalError,
+    ProducerNotAllowedError,
     RemoteProtocolError,
     UnknownRequestError,
 )
@@ -66,6 +68,7 @@ class Scheduler:
         retentions: Sequence[Retention] | None = None,
     ) -> None:
         self._config = checked_config(config)
+        self._allowed = AllowedProducers(self._config.control.allowed_producers)
         self._engine = joined_geometry(config, workers)
         self._retentions = checked_retentions(self._engine, retentions)
         self._offers = Offers(self._engine, self._retentions, workers)
@@ -195,6 +198,7 @@ class Scheduler:
 
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
+            ProducerNotAllowedError: they name a producer that `control.allowed_producers` does not list.
             IncompatiblePeerError: they are for another number of cache groups.
             LocalError: this engine is a producer, the request is queued already, its blocks are held, or no order can
                 carry its id.
@@ -237,6 +241,14 @@ class Scheduler:
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
         wanted = TransferParams.from_mapping(params)
+        if not self._allowed.allows(wanted.remote_host, wanted.remote_port):
+            raise ProducerNotAllowedError(
+                "control.allowed_producers does not list the producer that a request names",
+                request=request_id,
+                engine=wanted.remote_engine_id,
+                host=wanted.remote_host,
+                port=wanted.remote_port,
+            )
         if not wanted.is_followed and len(wanted.remote_block_ids) != self._engine.num_groups:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import count
 from math import ceil
@@ -17,7 +18,7 @@ from kvconnector.errors import (
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_routes
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
+from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.link import Link
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.port import Port
@@ -47,6 +48,9 @@ class RemoteEngines:
     Heartbeats name the loads of each engine in turn and keep their leases alive. An engine without loads and reads is
     disconnected after `PeerConfig.idle_timeout_s`. The `agenda` has the deadline of each engine, for `tick`.
     `on_change` is called when an engine becomes ready or is lost.
+
+    At most `PeerConfig.max_unknown_engines` that were never ready are greeted at a time: requests may name any address,
+    and one where nobody answers takes its descriptors until its time is over. Others are queued, with as much time.
     """
 
     def __init__(
@@ -66,6 +70,9 @@ class RemoteEngines:
         self._on_change = on_change
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._link_numbers = count(1)
+        self._strangers: dict[RemoteEngine, None] = {}
+        """Engines that are being greeted and were never ready."""
+        self._queued: OrderedDict[RemoteEngine, None] = OrderedDict()
         self.agenda = agenda
 
     def engine_of(self, name: EngineAddress) -> RemoteEngine:
@@ -91,7 +98,7 @@ class RemoteEngines:
         engine = self.engine_of(event.engine)
         engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
-            self._resolve(engine, now)
+            self._begin(engine, now)
         elif engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine)
             if now > asked_at + self._settings.timeout_s:
@@ -141,14 +148,37 @@ class RemoteEngines:
         engine.idle_since = now
         if engine.is_ready:
             self._send_to_all(engine, ending)
-        elif engine.state in (EngineState.RESOLVING, EngineState.HELLO):
+        elif engine.state in (EngineState.QUEUED, EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
 
     def _send_to_all(self, engine: RemoteEngine, message: m.Message) -> None:
         for worker in engine.workers.values():
             self._port.send(worker.link, message)
 
+    def _begin(self, engine: RemoteEngine, now: float) -> None:
+        """Greet an engine, now or when its turn comes."""
+        if engine.was_ready or len(self._strangers) < self._settings.max_unknown_engines:
+            self._resolve(engine, now)
+            return
+        engine.move(EngineState.QUEUED)
+        engine.until = now + self.patience_s(engine)
+        self._queued[engine] = None
+
+    def _leave_queue(self, engine: RemoteEngine) -> None:
+        """Take an engine out of the queue, or give its place among the greeted strangers to the next one."""
+        self._queued.pop(engine, None)
+        if engine not in self._strangers:
+            return
+        del self._strangers[engine]
+        if self._queued:
+            following, _ = self._queued.popitem(last=False)
+            self._strangers[following] = None
+            following.until = AT_ONCE
+            self.agenda.plan(following, following.deadline)
+
     def _resolve(self, engine: RemoteEngine, now: float) -> None:
+        if not engine.was_ready:
+            self._strangers[engine] = None
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine)
         link = engine.directory_link = Link(next(self._link_numbers), engine)
@@ -229,6 +259,7 @@ class RemoteEngines:
     def _ready_now(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.READY)
         engine.was_ready = True
+        self._leave_queue(engine)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
         engine.loads.num_unnamed = len(engine.loads.turns)  # the engine knows none of them yet
@@ -243,9 +274,13 @@ class RemoteEngines:
         engine.accept(event, now)
         if engine.state is EngineState.BACKOFF:
             if engine.loads.turns:
-                self._resolve(engine, now)
+                self._begin(engine, now)
             else:
                 self._forget(engine)
+        elif engine.state is EngineState.QUEUED and not engine.loads.turns:
+            self._forget(engine)
+        elif engine in self._strangers and engine.state is EngineState.QUEUED:
+            self._resolve(engine, now)
         elif not engine.is_ready and engine.until > now:
             self._heartbeats(engine, now)
         elif (lost := self._found_lost(engine, now)) is not None:
@@ -261,8 +296,11 @@ class RemoteEngines:
     def _found_lost(self, engine: RemoteEngine, now: float) -> KVConnectorError | None:
         """Return why an engine is lost: not ready by its deadline, or a worker is silent. None if it is not lost."""
         if not engine.is_ready:
+            is_queued = engine.state is EngineState.QUEUED
             return PeerUnreachableError(
-                "the engine did not complete the handshake in time",
+                "the engine was not greeted in time: peer.max_unknown_engines others did not answer"
+                if is_queued
+                else "the engine did not complete the handshake in time",
                 engine=engine.name.engine_id,
                 address=engine.name.address,
                 state=engine.state.value,
@@ -304,6 +342,7 @@ class RemoteEngines:
         if isinstance(worker, RemoteWorker):
             error.context.setdefault("rank", str(worker.geometry.rank))
         self._close(engine)
+        self._leave_queue(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.unsent_endings.clear()  # the engine's leases end by themselves
@@ -315,6 +354,7 @@ class RemoteEngines:
     def _forget(self, engine: RemoteEngine) -> None:
         """Disconnect an engine that no load wants. The next request greets it anew."""
         engine.move(EngineState.UNKNOWN)
+        self._leave_queue(engine)
         del self._engines[engine.name]
         self.agenda.forget(engine)
         self._close(engine)

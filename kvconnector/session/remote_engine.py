@@ -30,6 +30,7 @@ class EngineState(StrEnum):
     """States of a remote engine."""
 
     UNKNOWN = "unknown"
+    QUEUED = "queued"
     RESOLVING = "resolving"
     HELLO = "hello"
     READY = "ready"
@@ -42,7 +43,11 @@ ENGINE_TABLE: Table[EngineState] = Table(
     "remote engine",
     _S.UNKNOWN,
     {
-        _S.UNKNOWN: {WantRequest: frozenset({_S.RESOLVING})},
+        _S.UNKNOWN: {WantRequest: frozenset({_S.RESOLVING, _S.QUEUED})},
+        _S.QUEUED: {
+            **staying(_S.QUEUED, WantRequest),
+            ev.Tick: frozenset({_S.RESOLVING, _S.BACKOFF, _S.UNKNOWN}),
+        },
         _S.RESOLVING: {
             WantRequest: frozenset({_S.RESOLVING}),
             m.Directory: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
@@ -64,7 +69,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
         },
         _S.BACKOFF: {
             WantRequest: frozenset({_S.BACKOFF}),
-            ev.Tick: frozenset({_S.RESOLVING, _S.UNKNOWN}),
+            ev.Tick: frozenset({_S.RESOLVING, _S.QUEUED, _S.UNKNOWN}),
         },
     },
 )

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import GeometryError
-from kvconnector.ids import Rank
+from kvconnector.ids import Id, Rank
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
@@ -25,7 +25,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     `replica_rule` know the first one.
     """
 
-    engine_id: str
+    engine_id: Id
     tp_size: int
     pp_size: int
     model: ModelDescription

@@ -124,12 +124,38 @@ def test_other_hosts_need_keys_or_insecure_network(host, insecure):
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="needs CURVE keys: make them with `kvconnector keygen`"):
         config(control={"host": host, "insecure": insecure})
-    assert config(control={"host": host, "insecure_network": True}).control.host == host
+    control = {"host": host, "insecure_network": True, "advertise_host": "host.example"}
+    assert config(control=control).control.host == host
+
+
+@pytest.mark.parametrize("wildcard", [EVERY_IPV4_INTERFACE, "0", "0.0", "::", "[::]", "0:0::0"])
+def test_peers_cannot_connect_to_a_wildcard(wildcard):
+    with pytest.raises(ConfigError, match="no wildcard"):
+        config(control={"insecure": True, "advertise_host": wildcard})
+    with pytest.raises(ConfigError, match=r"needs control\.advertise_host"):
+        config(control={"host": wildcard, "insecure_network": True})
+
+
+@pytest.mark.parametrize("engine_id", ["e\n", "\re", "a\x00b", "a\x85b", "a\u2028b"])
+def test_an_engines_name_has_no_control_characters(engine_id):
+    with pytest.raises(ConfigError, match="engine_id"):
+        ConnectorConfig.from_mapping(settings() | {"engine_id": engine_id})
+
+
+@pytest.mark.parametrize(
+    "listed", ["10.0.0.0/33", "10.0.0.1/8", "host:0", "host:65536", "[::1", "a b", "[g::]"]
+)
+def test_allowed_producers_that_are_none_are_refused(listed):
+    with pytest.raises(ConfigError, match=r"control\.allowed_producers"):
+        config(control={"insecure": True, "allowed_producers": f"host, {listed}"})
 
 
 def test_curve_keys_come_in_pairs():
     assert (
-        config(control=KEYS | {"host": EVERY_IPV4_INTERFACE}).control.host == EVERY_IPV4_INTERFACE
+        config(
+            control=KEYS | {"host": EVERY_IPV4_INTERFACE, "advertise_host": "host.example"}
+        ).control.host
+        == EVERY_IPV4_INTERFACE
     )
     for name in KEYS:
         with pytest.raises(ConfigError, match="go together"):

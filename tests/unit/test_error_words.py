@@ -19,15 +19,17 @@ from kvconnector.ids import new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
 from kvconnector.session import events as ev
+from kvconnector.wire import messages as m
 from tests.integration.runtime_pair import Engine, until
 from tests.support.control_suite import new_keys
-from tests.support.fakes import FakeEngine, attention_model
+from tests.support.fakes import FakeEngine, attention_model, metadata_of
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 from tests.support.transport_suite import HostMemory
 from tests.support.world import World
 from tests.unit.runtime.test_scheduler import PARAMS, consumer_scheduler
 from tests.unit.session import harness
 
+CONTROL_CHARACTERS = [chr(code) for code in (*range(32), *range(127, 160), 0x2028, 0x2029)]
 MODEL = attention_model()
 QUICK = {
     "peer": {
@@ -161,6 +163,14 @@ def event_out_of_order():
 
 PEER = ["engine='p'", "rank='pp0tp0'"]
 """Words that name the producer's rank."""
+
+
+def producer_not_listed():
+    control = {"insecure": True, "allowed_producers": "192.0.2.0/24"}
+    config = kvc.Config.from_mapping({"engine_id": "d", "role": "consumer", "control": control})
+    return raised_by(kvc.Scheduler(config, metadata_of()).on_new_request, "w", PARAMS)()
+
+
 TABLE = {
     e.KVConnectorError: (failed_driver, ["driver failed", "a bug", "restart this engine"]),
     e.LocalError: (
@@ -183,6 +193,10 @@ TABLE = {
     e.UnknownRequestError: (
         raised_by_scheduler("load", blocks=[[1]], num_tokens=1),
         ["request='r'"],
+    ),
+    e.ProducerNotAllowedError: (
+        producer_not_listed,
+        ["does not list", "request='w'", "engine='p'", "host='::1', port=5", "strip"],
     ),
     e.LocalProtocolError: (
         event_out_of_order,
@@ -263,3 +277,12 @@ def test_every_error_is_in_the_table():
         each for _, each in inspect.getmembers(e, inspect.isclass) if each.__module__ == e.__name__
     }
     assert set(TABLE) == public
+
+
+@pytest.mark.parametrize("character", CONTROL_CHARACTERS)
+def test_an_error_is_one_line_whatever_a_peer_or_client_wrote(character):
+    error = e.RemoteError(f"no engine {character} é", engine=f"p{character}")
+    for text in (str(error), error.statement):
+        assert character not in text
+        assert "é" in text
+    m.Bye(text=error.statement)

@@ -23,6 +23,13 @@ def test_a_peers_refusals_are_logged_once_a_minute(caplog):
     assert refusals.counts == {"forged": 6, "too long": 1}
 
 
+def test_a_peers_text_is_one_line_of_the_log(caplog):
+    """Otherwise it could forge lines of other peers."""
+    Refusals(LOGGER, lambda: 0.0).note("p", "refused", "a\r\nWARNING forged\x1b[2J\u2028é")
+    (record,) = caplog.records
+    assert record.getMessage() == r"refused p: refused: a\r\nWARNING forged\x1b[2J\u2028é"
+
+
 def test_peers_beyond_the_limit_share_one_key(caplog):
     refusals = Refusals(LOGGER, lambda: 0.0)
     for number in range(10 * MAX_KEYS):

@@ -43,6 +43,25 @@ def test_another_wire_version_is_incompatible(other):
     assert refused.value.context == {"ours": str(SPOKEN), "theirs": other}
 
 
+@pytest.mark.parametrize("character", "\r\n\0\x1b\x7f\x85\u2028")
+@pytest.mark.parametrize(
+    "name, field",
+    [
+        ("directory_request", "engine_id"),
+        ("directory_refused", "text"),
+        ("directory", "engine_id"),
+        ("read", "transfer_id"),
+        ("bye", "text"),
+    ],
+)
+def test_control_characters_are_refused(name, field, character):
+    message = DIRECTORY if name == "directory" else messages()[name]
+    assert decode(travelling(message, **{field: "é 漢"}))
+    for text in (f"{character}", f"a{character}b", f"a{character}"):
+        with pytest.raises(RemoteProtocolError, match=r"[Mm]alformed"):
+            decode(travelling(message, **{field: text}))
+
+
 @pytest.mark.parametrize("name", ["directory_request", "directory_refused", "bye"])
 def test_messages_before_agreement_decode_in_any_version(name):
     message = messages()[name]

@@ -6,6 +6,7 @@ from kvconnector.errors import (
     BlockIdError,
     GeometryError,
     LocalError,
+    ProducerNotAllowedError,
     RemoteProtocolError,
     UnknownRequestError,
 )
@@ -126,6 +127,49 @@ def test_an_id_that_no_order_can_carry_is_refused_alone(scheduler, producer, req
         with pytest.raises(LocalError, match="this request's id"):
             half.on_new_request(request_id, params)
         assert half.build_step().orders == ()
+
+
+@pytest.mark.parametrize("character", "\r\n\0\x1b\u2028")
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host"])
+def test_control_characters_of_a_client_reach_nobody(scheduler, name, character):
+    """With them a server that takes lines of text could be made to obey, and lines of the log be forged."""
+    wrong = PARAMS | {name: f"p{character}EHLO x{character}"}
+    with pytest.raises(RemoteProtocolError, match="cannot be used") as refused:
+        scheduler.on_new_request("w", wrong)
+    assert character not in str(refused.value)
+    assert not scheduler.build_step().orders
+
+
+@pytest.mark.parametrize("listed", ["192.0.2.0/24", "[::1]:6", "localhost"])
+def test_a_producer_that_is_not_listed_is_not_connected_to(listed):
+    config = ConnectorConfig.from_mapping(
+        {
+            "engine_id": "d",
+            "role": "consumer",
+            "control": {"insecure": True, "allowed_producers": listed},
+        }
+    )
+    with Scheduler(config, metadata_of()) as scheduler:
+        with pytest.raises(ProducerNotAllowedError, match=r"host='::1', port=5"):
+            scheduler.on_new_request("w", PARAMS)
+        assert not scheduler.build_step().orders
+        streamed = PARAMS | STREAMED | {"remote_block_ids": []}
+        with pytest.raises(ProducerNotAllowedError):
+            scheduler.on_new_request("w", streamed)
+        assert scheduler.matched_tokens("w", 8, 0) == (0, False)
+
+
+def test_a_listed_producer_is_connected_to():
+    config = ConnectorConfig.from_mapping(
+        {
+            "engine_id": "d",
+            "role": "consumer",
+            "control": {"insecure": True, "allowed_producers": "::/64, [::1]:6"},
+        }
+    )
+    with Scheduler(config, metadata_of()) as scheduler:
+        scheduler.on_new_request("w", PARAMS)
+        assert _orders(scheduler.build_step(), WantRequest)
 
 
 def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(scheduler):

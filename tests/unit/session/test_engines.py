@@ -249,3 +249,58 @@ def test_a_request_dropped_while_connecting_is_aborted_later(side):
     (abort,) = harness.messages(side.handle(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (harness.KEY.transfer_id, harness.KEY.secret)
     assert side.num_loads == 0
+
+
+def strange(number):
+    return EngineAddress(EngineId("p"), f"tcp://192.0.2.1:{number + 1}")
+
+
+def wanted_of(number):
+    key = m.TransferKey(transfer_id=f"t{number}", secret=harness.SECRET)
+    return harness.want(f"w{number}", address=strange(number), key=key)
+
+
+def test_requests_cannot_have_any_number_of_unknown_engines_greeted_at_once():
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=3))
+    opened = [harness.of(side.handle(wanted_of(number)), "open_link") for number in range(300)]
+    assert [len(links) for links in opened] == [1] * 3 + [0] * 297
+    # one answers, one is lost: the next two have their turn, in the order in which they were named
+    calls = side.receive(opened[0][0].link, harness.directory())
+    for worker in harness.of(calls, "open_link"):
+        side.handle(*harness.accepted(worker.link))
+    side.handle(ev.LinkLost(opened[1][0].link, PeerLostError("gone")))
+    next_opened = harness.of(side.settle(), "open_link")
+    assert [each.address for each in next_opened] == [strange(3).address, strange(4).address]
+
+
+def test_an_engine_that_never_has_its_turn_is_unreachable_after_its_time():
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    side.handle(wanted_of(0))
+    side.handle(wanted_of(1), harness.load_request("w1"))
+    side.now = FIRST_GREETING_FACTOR * harness.HELLO_S - 1.0
+    assert harness.finished(side.settle()) == []
+    side.now += 1.0
+    ((request_id, error),) = harness.finished(side.settle())
+    assert request_id == "w1"
+    assert error in (PeerUnreachableError, TransferTimeoutError)
+
+
+def test_engines_that_were_met_do_not_wait_for_unknown_ones():
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    (link,) = harness.connect(side)
+    side.handle(ev.LinkLost(link, PeerLostError("gone")))
+    side.handle(wanted_of(5))
+    side.handle(harness.want("v"))
+    again = harness.of(side.tick(1.0), "open_link")
+    assert [each.address for each in again] == [harness.ADDRESS.address]
+
+
+def test_a_queued_engine_that_no_request_wants_any_more_is_not_greeted():
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    first = harness.of(side.handle(wanted_of(0)), "open_link")
+    for number in (1, 2):
+        side.handle(wanted_of(number))
+    side.handle(DropRequest("w1"))
+    side.handle(ev.LinkLost(first[0].link, PeerLostError("gone")))
+    (opened,) = harness.of(side.settle(), "open_link")
+    assert opened.address == strange(2).address
