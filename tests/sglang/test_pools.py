@@ -34,7 +34,7 @@ def _registered(pool, shape, draft=None):
     """Return groups and their kinds, without the rows of metadata."""
     rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
     (*groups, _), (*kinds, _) = registered_groups(listed(pool, PAGE, draft), shape, rows)
-    return groups, kinds
+    return groups, [group.kind for group in kinds]
 
 
 def _bytes_at(view, block, head, token):
@@ -149,3 +149,120 @@ def test_a_mamba_2_convolution_is_x_and_b_and_c_each_split_by_itself(is_single):
 def test_a_pool_of_other_layers_is_refused():
     with pytest.raises(GeometryError, match="another number of buffers"):
         _registered(_attention(3), SHAPE)
+
+
+SPARSE = replace(SHAPE, num_layers=3, kv_layers=range(3), kv_heads=1, has_latent=True)
+
+
+def _on_a_cpu(page_size):
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().override_server_args(device="cpu", page_size=page_size)
+
+
+def _sparse(pool, page_size):
+    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
+    args = listed(pool, page_size, num_layers=3)
+    (*groups, _), kinds = registered_groups(args, SPARSE, rows)
+    return {kind.kind: group for kind, group in zip(kinds, groups, strict=False)}
+
+
+def test_an_indexers_planes_are_where_sglangs_kernel_stores_them():
+    from sglang.kernels.ops.kvcache.dsa_index_k_cache import SetKAndS
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    _on_a_cpu(64).install()
+    pool = DSATokenToKVPool(
+        256,
+        64,
+        512,
+        torch.uint8,
+        64,
+        3,
+        "cpu",
+        128,
+        False,
+        656,
+        skip_topk_layers=[False, True, False],
+    )
+    groups = _sparse(pool, 64)
+    assert [groups[kind].geometry.layers for kind in ("kv", "dsa")] == [(0, 1, 2), (0, 2)]
+    slots = torch.tensor([64 + 37, 128 + 63])
+    keys = torch.randint(0, 120, (2, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(2)
+    SetKAndS.execute(
+        pool=pool,
+        buf=pool.index_k_with_scale_buffer[2],
+        loc=slots,
+        index_k=keys,
+        index_k_scale=scales,
+    )
+    values, factors = groups["dsa"].views[2]
+    for at, slot in enumerate(slots.tolist()):
+        block, token = divmod(slot, 64)
+        assert _bytes_at(values, block, 0, token) == keys[at].view(torch.uint8).numpy().tobytes()
+        assert _bytes_at(factors, block, 0, token) == scales[at].numpy().tobytes()
+
+
+def test_compressed_rows_and_states_are_where_sglang_stores_them():
+    from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+    _on_a_cpu(256).install()
+    pool = DeepSeekV4TokenToKVPool(
+        max_num_reqs=2,
+        swa_size=1024,
+        c4_size=256,
+        c128_size=8,
+        c4_state_pool_size=64,
+        c128_state_pool_size=512,
+        page_size=256,
+        swa_page_size=256,
+        dtype=torch.uint8,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128],
+    )
+    groups = _sparse(pool, 256)
+    assert [*groups] == ["c4", "c128", "swa", "c4-state", "c128-state"]
+    stored = {
+        "swa": (pool.swa_kv_pool, 0, 1, 256),
+        "c4": (pool.kv_pools[4], 0, 1, 64),
+        "c128": (pool.kv_pools[128], 0, 2, 2),
+    }
+    for kind, (own, index, layer, rows) in stored.items():
+        slots = torch.tensor([rows + rows // 2, rows - 1])
+        nope = torch.randint(0, 120, (2, 448), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        rope, scales = (
+            torch.rand(2, 64).bfloat16(),
+            torch.randint(0, 255, (2, 7), dtype=torch.uint8),
+        )
+        at_layer = layer if kind == "swa" else index
+        own.set_key_buffer(at_layer, slots, NopeFp8RopeBf16Pack(nope, rope, scales))
+        values, factors = groups[kind].views[layer][:2]
+        for at, slot in enumerate(slots.tolist()):
+            block, row = divmod(slot, rows)
+            expected = (
+                nope[at].view(torch.uint8).numpy().tobytes()
+                + rope[at].view(torch.uint8).numpy().tobytes()
+            )
+            assert _bytes_at(values, block, 0, row) == expected
+            assert _bytes_at(factors, block, 0, row)[:7] == scales[at].numpy().tobytes()
+    for states, kind, part in (
+        (pool.compress_state_pools[1], "c4-state", 0),
+        (pool.indexer_compress_state_pools[1], "c4-state", 1),
+        (pool.compress_state_pools[2], "c128-state", 0),
+    ):
+        tensor = states.kv_score_buffer.kv_score
+        _fill(tensor)
+        group = groups[kind]
+        view, size = group.views[1 + (kind == "c128-state")][part], group.geometry.block_size
+        for slot in (0, 13, len(tensor) // size * size - 1):
+            expected = tensor[slot].numpy().tobytes()
+            assert _bytes_at(view, slot // size, 0, slot % size) == expected

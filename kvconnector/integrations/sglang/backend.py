@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
@@ -178,7 +179,16 @@ def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
         ),
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
+        # their kernels have other pages there
+        "sparse attention on ROCm": bool(torch.version.hip) and _is_sparse(args),
+        "SGLANG_OPT_SM120_DIRECT_SWA_KV": (
+            _is_sparse(args) and bool(envs.SGLANG_OPT_SM120_DIRECT_SWA_KV.get())
+        ),
     }
+
+
+def _is_sparse(args: KVArgs) -> bool:
+    return "dsa" in args.state_types or getattr(args, "mla_compression_ratios", None) is not None
 
 
 def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> Shape:
@@ -216,6 +226,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         has_latent=has_latent,
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         dtype=f"{dtype}/{args.kv_layout}" if args.kv_layout else dtype,
+        accumulates_c128=bool(envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()),
     )
     if "mamba" not in args.state_types or model.hf_config.model_type not in MAMBA_2:
         return shape

@@ -1,14 +1,20 @@
 """SGLang's pools as cache groups, from the addresses and lengths that it lists for transfer backends (`KVArgs`).
 
 Every rank of both engines has the groups in this order: KV, the draft model's KV, the states as listed, the rows of
-metadata. An entry of a KV list is one part (K, V or a latent) of one layer: consecutive pages, each `[token, head,
-dim]`. An entry of a state list holds the states of one layer: consecutive slots. Everything that tensor parallelism
-splits is registered as heads, so that the topology can intersect the shares of any two ranks:
+metadata (`Group` in requests.py has the kinds). An entry of a KV list is one part (K, V or a latent) of one layer:
+consecutive pages, each `[token, head, dim]`. An entry of a state list holds the states of one layer: consecutive slots.
+Everything that tensor parallelism splits is registered as heads, so that the topology can intersect the shares of any
+two ranks:
 
 - *Attention* is split by KV heads. With fewer heads than ranks, several ranks hold the same head.
 - *Recurrent states* are split by channels or state heads, which count as heads here. A convolution's state `[q | k |
   v]`, with each of the three split on its own, becomes three parts. So does Mamba 2's `[x | B | C]`, where all ranks
   hold B and C if the model has a single group.
+- *Latents and indexers* of sparse attention are whole on every rank. A page of quantised rows is stored in planes: all
+  values, then all scales, then maybe padding. Each plane is a part of its own, or a page that is not full would bring
+  values without their scales.
+- *DeepSeek-V4* lists its KV by the number of tokens in a row, and the states of its compressors behind the window's
+  pages. `_compressed_groups` has the order. Only rows of the layouts in `ROW_LAYOUTS` are known.
 - *Where the split is not known* (a draft model's KV of another shape, or states whose convolution SGLang does not
   describe), a rank's share is one head out of `tp_size`. Engines with equal tensor parallelism match; others are
   refused in the greeting.
@@ -23,11 +29,25 @@ from typing import Any, NamedTuple
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.requests import C128, Group
 from kvconnector.layout import KVView
 from kvconnector.runtime import CacheGroup
 from kvconnector.topology import GroupGeometry, PartGeometry, TpKVTopology
 
-MOVED_STATES = ("swa", "mamba")
+MOVED_STATES = ("swa", "mamba", "dsa")
+COMPRESSED_STATES = ("swa", "c128_state")
+"""What a model with compressed rows, DeepSeek-V4, lists as states."""
+INDEX_PAGE = 64
+"""Rows in a page of an indexer's cache, as its kernels need them."""
+INDEX_ROWS = ((128, 4), (64, 4))
+"""Bytes of the values and scales of an indexer's row: in fp8, and in MXFP4."""
+ROW_LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {
+    "v4": ((576, 8), 576),
+    "uniform_fp8": ((512,), 512),
+}
+"""Bytes of the planes of a DeepSeek-V4 row, and of what its pages are padded to, by SGLang's name of the layout."""
+C4_STATE_BYTES, C4_INDEX_STATE_BYTES = 8192, 2048
+"""float32 keys and scores of a token's main state, 2 x 2 x 512, and of its indexer's, 2 x 2 x 128."""
 MAX_STAGES = 8
 """The most pipeline stages of a decode engine. The metadata group has this many layers: at least one for each stage."""
 
@@ -50,6 +70,7 @@ class Shape:
     `kv_heads` and `window_heads` are the model's KV heads in layers with full and with sliding window attention; an MLA
     latent counts as one. `kv_layers` and `window_layers` are the global indices of the stage's layers of both kinds.
     `conv_heads` are this rank's channels in each part of a Mamba 2 convolution, which SGLang does not list.
+    `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token.
     """
 
     tp_rank: int
@@ -66,6 +87,7 @@ class Shape:
     device: str
     dtype: str
     conv_heads: Sequence[Heads] = ()
+    accumulates_c128: bool = False
 
     def cut(self, total: int) -> Heads:
         """Return this rank's share of `total` heads, as SGLang splits them. Raises GeometryError: uneven shares."""
@@ -90,8 +112,8 @@ Views = Sequence[tuple[KVView, Heads]]
 
 def registered_groups(
     args: Any, shape: Shape, rows: MetadataRows
-) -> tuple[list[CacheGroup], tuple[str, ...]]:
-    """Return one rank's cache groups, and the kind of each: "kv", "swa", "mamba" or "row", as in `Layout.kinds`.
+) -> tuple[list[CacheGroup], tuple[Group, ...]]:
+    """Return one rank's cache groups, and how a request's blocks in each follow from SGLang's ids.
 
     Args:
         args: SGLang's `KVArgs`, filled.
@@ -103,8 +125,20 @@ def registered_groups(
             and layers.
     """
     states = [str(getattr(kind, "value", kind)) for kind in args.state_types]
-    if refused := sorted({*states} - {*MOVED_STATES}):
+    ratios = getattr(args, "mla_compression_ratios", None)
+    moved = MOVED_STATES if ratios is None else COMPRESSED_STATES
+    if refused := sorted({*states} - {*moved}):
         raise GeometryError("kvconnector does not transfer caches of these kinds", kinds=refused)
+    found = (
+        _plain_groups(args, shape, states)
+        if ratios is None
+        else _compressed_groups(args, shape, states, ratios)
+    )
+    found.append((Group("row"), _metadata_group(rows, shape)))
+    return [cache for _, cache in found], tuple(group for group, _ in found)
+
+
+def _plain_groups(args: Any, shape: Shape, states: list[str]) -> list[tuple[Group, CacheGroup]]:
     parts = 1 if shape.has_latent else 2
     drafted = range(shape.num_layers, shape.num_layers + args.num_draft_entries // parts)
     layers = args.kv_layer_ids or [*shape.kv_layers] * parts + [*drafted] * parts
@@ -112,14 +146,139 @@ def registered_groups(
     num_own = len(buffers) - args.num_draft_entries
     own, draft = buffers[:num_own], buffers[num_own:]
     heads = shape.cut(shape.kv_heads)
-    groups = [_pages(own, args.page_size, heads, shape)]
+    found = [(Group("kv"), _pages(own, args.page_size, heads, shape))]
     if draft:
         if {each.item_bytes for each in draft} != {each.item_bytes for each in own}:
             heads = shape.cut(shape.tp_size)
-        groups.append(_pages(draft, args.page_size, heads, shape))
-    kinds = *["kv"] * len(groups), *states, "row"
-    groups += [_state_group(args, index, kind, shape) for index, kind in enumerate(states)]
-    return [*groups, _metadata_group(rows, shape)], kinds
+        found.append((Group("kv"), _pages(draft, args.page_size, heads, shape)))
+    for index, kind in enumerate(states):
+        group = (
+            _index_group(args, index, [each.layer for each in buffers], shape)
+            if kind == "dsa"
+            else _state_group(args, index, kind, shape)
+        )
+        found.append((Group(kind, index), group))
+    return found
+
+
+def _index_group(args: Any, index: int, layers: list[int], shape: Shape) -> CacheGroup:
+    """Return the group of a sparse indexer's keys. Layers that use another layer's selection have none of their own."""
+    if args.page_size != INDEX_PAGE:
+        raise GeometryError(
+            "kvconnector transfers an indexer's cache in pages of 64 tokens only",
+            page_size=args.page_size,
+        )
+    listed = args.state_item_lens[index]
+    # a draft model may share the indexers of the model
+    buffers = _state_buffers(args, index, layers[: len(listed)])
+    pages = [
+        (each.layer, _index_planes(each, args.page_size)) for each in buffers if each.item_bytes
+    ]
+    return _group(pages, args.page_size, shape, like=_like(INDEX_ROWS[0]))
+
+
+def _compressed_groups(
+    args: Any, shape: Shape, states: list[str], ratios: Sequence[int]
+) -> list[tuple[Group, CacheGroup]]:
+    """Return the groups of DeepSeek-V4's pools, in which `ratios[layer]` tokens make a row: 4, 128, or 0 for none.
+
+    SGLang lists the latents of the layers with rows of 4, their indexers, and the latents of those with rows of 128;
+    then, as the first state, the windows of all layers, the main states of rows of 4, and those of their indexers. The
+    states of rows of 128 are another state, the windows of draft layers the last one.
+    """
+    if unknown := sorted({*ratios} - {0, 4, C128}):
+        raise GeometryError("kvconnector knows rows of 4 and of 128 tokens", ratios=unknown)
+    if args.page_size % C128 or args.page_size // 4 != INDEX_PAGE or args.num_draft_entries:
+        raise GeometryError(
+            "kvconnector transfers compressed rows in pages of 256 tokens, and draft models without any",
+            page_size=args.page_size,
+            draft_entries=args.num_draft_entries,
+        )
+    widths, align = _row_layout(getattr(args, "kv_layout", None), ratios)
+    stage = sorted({*shape.kv_layers, *shape.window_layers})
+    of4, of128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (4, C128))
+    kv = _buffers([*of4, *of4, *of128], args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+
+    def latents(buffers: Sequence[Listed], rows: int) -> list[tuple[int, Views]]:
+        return [(each.layer, _planes(each, rows, widths, align)) for each in buffers]
+
+    found: list[tuple[Group, CacheGroup]] = []
+    rows = args.page_size // 4
+    if 4 in ratios:
+        both = latents(kv[: len(of4)], rows)
+        both += [(each.layer, _index_planes(each, rows)) for each in kv[len(of4) : 2 * len(of4)]]
+        like = [*_like(widths), *_like(INDEX_ROWS[0])]
+        found.append((Group("c4"), _group(both, rows, shape, like=like)))
+    if C128 in ratios:
+        rows = args.page_size // C128
+        pages = latents(kv[2 * len(of4) :], rows)
+        found.append((Group("c128"), _group(pages, rows, shape, like=_like(widths))))
+    for index, kind in enumerate(states):
+        if kind == "c128_state":
+            buffers = _state_buffers(args, index, of128)
+            found.append(_c128_states(buffers, index, shape))
+            continue
+        is_draft = index != states.index("swa")
+        num_listed = len(args.state_item_lens[index])
+        drafted = range(shape.num_layers, shape.num_layers + num_listed)
+        layers = [*drafted] if is_draft else [*stage, *of4, *of4]
+        buffers = _state_buffers(args, index, layers)
+        num_windows = len(buffers) if is_draft else len(stage)
+        windows = _group(
+            latents(buffers[:num_windows], args.page_size),
+            args.page_size,
+            shape,
+            like=_like(widths),
+        )
+        found.append((Group("swa", index), windows))
+        if 4 in ratios and not is_draft:
+            found.append(_c4_states(buffers[num_windows:], index, shape))
+    return found
+
+
+def _row_layout(name: str | None, ratios: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the bytes of the planes of a row, and the bytes that a page is a multiple of.
+
+    `name` lists the layouts of the windows and of the rows of each length, as in "v4,c4:v4,c128:v4". Releases that have
+    one layout name none. Raises GeometryError: they are not all one that kvconnector knows.
+    """
+    main = (name or "v4").partition(",")[0]
+    uniform = f"{main},{','.join(f'c{ratio}:{main}' for ratio in sorted({*ratios} - {0}))}"
+    if main not in ROW_LAYOUTS or name not in {None, main, uniform.rstrip(",")}:
+        raise GeometryError(
+            "kvconnector does not transfer rows in this layout",
+            layout=name,
+            known=sorted(ROW_LAYOUTS),
+        )
+    return ROW_LAYOUTS[main]
+
+
+def _c4_states(buffers: list[Listed], index: int, shape: Shape) -> tuple[Group, CacheGroup]:
+    """Return the states of rows of 4 tokens: one row of each ring for each token."""
+    main, indexer = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
+    rings = {each.item_bytes / C4_STATE_BYTES for each in main}
+    rings |= {each.item_bytes / C4_INDEX_STATE_BYTES for each in indexer}
+    if rings and not (len(rings) == 1 and rings <= {8, 16}):
+        raise GeometryError(
+            "kvconnector knows rings of 8 or 16 float32 states", rings=sorted(rings)
+        )
+    ring = int(max(rings, default=8))
+    tokens = [
+        (
+            each.layer,
+            [(_page_view(each._replace(item_bytes=each.item_bytes // ring), 1, WHOLE), WHOLE)],
+        )
+        for each in (*main, *indexer)
+    ]
+    like = _like((C4_STATE_BYTES, C4_INDEX_STATE_BYTES))
+    return Group("c4-state", index, ring), _group(tokens, 1, shape, like=like)
+
+
+def _c128_states(buffers: list[Listed], index: int, shape: Shape) -> tuple[Group, CacheGroup]:
+    """Return the states of rows of 128 tokens: a ring's page has 128, unless they are accumulated in a single row."""
+    rows, kind = (1, "c128-online") if shape.accumulates_c128 else (C128, "c128-state")
+    pages = [(each.layer, [(_page_view(each, rows, WHOLE), WHOLE)]) for each in buffers]
+    return Group(kind, index), _group(pages, rows, shape, like=_like((4096,)))
 
 
 def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
@@ -132,14 +291,15 @@ def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
     return list(map(Listed, layers, *columns))
 
 
+def _state_buffers(args: Any, index: int, layers: Sequence[int]) -> list[Listed]:
+    columns = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
+    return _buffers(layers, *(column[index] for column in columns))
+
+
 def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
     is_window = kind == "swa"
-    buffers = _buffers(
-        [*shape.window_layers] * 2 if is_window else args.state_layer_ids[index],
-        args.state_data_ptrs[index],
-        args.state_data_lens[index],
-        args.state_item_lens[index],
-    )
+    layers = [*shape.window_layers] * 2 if is_window else args.state_layer_ids[index]
+    buffers = _state_buffers(args, index, layers)
     if not is_window:
         states = [
             (each.layer, _state_views(each, at, args, index, shape))
@@ -175,6 +335,38 @@ def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
     dim, size = _elements(row)
     counts = (nbytes // item, num_heads, page_size, dim)
     return KVView(address, counts, (item, row, num_heads * row, size), size)
+
+
+def _planes(buffer: Listed, rows: int, widths: Sequence[int], align: int) -> Views:
+    """Return the parts of pages of `rows` rows: a plane for each width in bytes, one after the other, then padding."""
+    layer, address, nbytes, item = buffer
+    needed = -(-rows * sum(widths) // align) * align
+    if item != needed:
+        raise GeometryError(
+            "a page's size is not that of its rows",
+            layer=layer,
+            nbytes=item,
+            needed=needed,
+            rows=rows,
+            row_bytes=tuple(widths),
+        )
+    found = []
+    for width in widths:
+        dim, size = _elements(width)
+        view = KVView(address, (nbytes // item, 1, rows, dim), (item, width, width, size), size)
+        found.append((view, WHOLE))
+        address += rows * width
+    return found
+
+
+def _index_planes(buffer: Listed, rows: int) -> Views:
+    widths = next((w for w in INDEX_ROWS if rows * sum(w) == buffer.item_bytes), INDEX_ROWS[0])
+    return _planes(buffer, rows, widths, 1)
+
+
+def _like(widths: Sequence[int]) -> Views:
+    """Return the parts of a layer with rows of these bytes, for a stage that has no such layer."""
+    return _planes(Listed(0, 8, sum(widths), sum(widths)), 1, widths, 1)
 
 
 def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -> Views:

@@ -62,7 +62,7 @@ class RankTransfers:
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
         groups, kinds = registered_groups(args, shape, self.rows)
-        self.layout = Layout(kinds, args.page_size)
+        self.layout = Layout(kinds, args.page_size, len(args.state_types))
         rank = Rank(shape.pp_rank, shape.tp_rank)
         described = ModelDescription(model=model, dtype=shape.dtype, num_layers=shape.num_layers)
         self.worker = Worker(config, rank=rank, model=described)
@@ -86,7 +86,8 @@ class RankTransfers:
         """Numbers for request ids. A room alone is none: a failed request may come again with the same room."""
         self._transferring: dict[str, RoomTransfer] = {}
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
-        logger.info("kvconnector moves %s of %s as engine %s", kinds, rank, config.engine_id)
+        moved = [group.kind for group in kinds]
+        logger.info("kvconnector moves %s of %s as engine %s", moved, rank, config.engine_id)
 
     @contextmanager
     def after(self, *events: Any) -> Iterator[None]:

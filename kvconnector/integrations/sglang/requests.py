@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,21 +14,54 @@ from kvconnector.layout import GroupBlocks
 NO_BLOCKS = GroupBlocks.of(())
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The cache groups of an engine, in registration order.
+PAGED = {"kv": 1, "dsa": 1, "c4": 4, "c128": 128}
+"""Tokens that one row stands for, in the groups whose blocks are the prompt's pages."""
+STREAMED = ("kv", "dsa")
+"""Groups that are read while the prompt is computed. A row of several tokens is read once the prompt is complete."""
+C128 = 128
+"""Tokens in the longer of DeepSeek-V4's rows."""
+C128_STATES = ("c128-state", "c128-online")
 
-    `kinds` starts with a "kv" for the model's pages and one for its draft model's, which have the same page ids. A
-    "swa" (sliding window) or "mamba" (recurrent state) follows for each of SGLang's states, and "row", the metadata,
-    comes last. A page has `page_size` tokens.
+
+class Group(NamedTuple):
+    """How a request's blocks in one cache group follow from SGLang's ids.
+
+    Kinds, by what a block is:
+
+    - "kv" (the model's pages, and its draft model's), "dsa" (its sparse indexer's keys), "c4" and "c128" (DeepSeek-V4's
+      rows of 4 and of 128 tokens): a page of the prompt.
+    - "swa": a page of a sliding window.
+    - "c4-state": the state of one token, in a ring that belongs to a page of the window. The states of the tokens after
+      the last complete row, and of the row before it, are needed: the rows of 4 overlap.
+    - "c128-state": a ring page, with the states of the tokens after the last complete row of 128. There is none if no
+      token is left over.
+    - "c128-online": the same, accumulated in one state.
+    - "mamba": a slot with the state after the last token.
+    - "row": a row of metadata.
+
+    `component` is the index of the SGLang state whose ids name the blocks, or None for pages of the prompt and the row.
+    `ring` is the number of tokens in a ring of a "c4-state" group.
     """
 
-    kinds: tuple[str, ...]
+    kind: str
+    component: int | None = None
+    ring: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The cache groups of an engine, in registration order; the last one is the row of metadata.
+
+    A page has `page_size` tokens, and SGLang lists ids for `num_states` states.
+    """
+
+    groups: tuple[Group, ...]
     page_size: int
+    num_states: int = 0
 
     def growing(self, pages: GroupBlocks) -> tuple[GroupBlocks, ...]:
-        """Return each group's readable blocks while the prompt is computed: only "kv" groups are read that early."""
-        return tuple(pages if kind == "kv" else NO_BLOCKS for kind in self.kinds)
+        """Return each group's readable blocks while the prompt is computed."""
+        return tuple(pages if group.kind in STREAMED else NO_BLOCKS for group in self.groups)
 
     def blocks(
         self, pages: GroupBlocks, states: Sequence[Any], row: int, num_tokens: int
@@ -37,7 +70,8 @@ class Layout:
 
         Args:
             pages: The pages of its tokens.
-            states: SGLang's ids for each state, as numbers or arrays: the last pages of a window, or one slot.
+            states: SGLang's ids for each state, as numbers or arrays: the last pages of a window, the pages of the
+                prompt, one slot, or a ring's page.
             row: The request's row of metadata.
             num_tokens: The prompt's length in tokens.
 
@@ -45,22 +79,45 @@ class Layout:
             BlockIdError: `states` does not fit the groups, the prompt is empty, or a window has more pages than it.
         """
         named = [[int(each) for some in state for each in np.ravel(some)] for state in states]
-        named.append([row])
-        kinds = [kind for kind in self.kinds if kind != "kv"]
-        slots = {len(ids) for kind, ids in zip(kinds, named, strict=False) if kind != "swa"}
-        if len(named) != len(kinds) or slots != {1} or num_tokens < 1:
+        if len(named) != self.num_states or num_tokens < 1:
             raise BlockIdError(
-                "a request needs a token, its pages in every window and one slot in every state",
+                "a request needs a token, and ids for every state",
                 named=named,
-                groups=kinds,
+                states=self.num_states,
                 num_tokens=num_tokens,
             )
-        end = -(-num_tokens // self.page_size)
-        last = [
-            GroupBlocks.of(ids, end - len(ids) if kind == "swa" else num_tokens - 1)
-            for kind, ids in zip(kinds, named, strict=True)
-        ]
-        return (pages,) * (len(self.kinds) - len(last)) + tuple(last)
+        return tuple(
+            pages
+            if group.kind in PAGED
+            else self._state_blocks(group, [row] if at is None else named[at], num_tokens)
+            for group in self.groups
+            for at in (group.component,)
+        )
+
+    def _state_blocks(self, group: Group, ids: list[int], num_tokens: int) -> GroupBlocks:
+        kind, end = group.kind, -(-num_tokens // self.page_size)
+        if kind == "swa":
+            return GroupBlocks.of(ids, end - len(ids))
+        if kind == "c4-state":
+            first = end - len(ids)
+            start = max(first * self.page_size, num_tokens - num_tokens % 4 - 4)
+            tokens = range(start, num_tokens)
+            slots = [
+                ids[token // self.page_size - first] * group.ring + token % group.ring
+                for token in tokens
+            ]
+            return GroupBlocks.of(slots, start)
+        leaves_none = kind in C128_STATES and num_tokens % C128 == 0
+        if len(ids) != (0 if leaves_none else 1):
+            raise BlockIdError(
+                "a state has one slot, or none if a row of 128 tokens ends with the prompt",
+                kind=kind,
+                slots=ids,
+                num_tokens=num_tokens,
+            )
+        if kind == "c128-state":
+            return GroupBlocks.of(ids, num_tokens // C128)
+        return GroupBlocks.of(ids, num_tokens - len(ids))
 
     def to_load(
         self,
@@ -72,7 +129,7 @@ class Layout:
         num_tokens: int,
         window_tokens: int | None,
     ) -> tuple[tuple[tuple[int, int], ...], tuple[GroupBlocks, ...]]:
-        """Return the token range `[start, stop)` that a decode engine reads in each group, and its blocks for them.
+        """Return the range of rows `[start, stop)` that a decode engine reads in each group, and its blocks for them.
 
         Args:
             pages: The pages of the tokens after the cached prefix.
@@ -86,7 +143,8 @@ class Layout:
         Raises:
             BlockIdError: as `blocks`; also if the prefix ends inside a page, or the window's length is unknown.
         """
-        if prefix_tokens % self.page_size or ("swa" in self.kinds and not window_tokens):
+        has_window = any(group.kind == "swa" for group in self.groups)
+        if prefix_tokens % self.page_size or (has_window and not window_tokens):
             raise BlockIdError(
                 "a cached prefix must end at a page boundary, and a window needs a length",
                 prefix_tokens=prefix_tokens,
@@ -95,12 +153,25 @@ class Layout:
             )
         kv = GroupBlocks.of(pages, prefix_tokens // self.page_size)
         blocks = self.blocks(kv, states, row, num_tokens)
-        starts = [
-            prefix_tokens
-            if kind == "kv"
-            else max(held.first_block * self.page_size, num_tokens - (window_tokens or 0))
-            if kind == "swa"
-            else num_tokens - 1
-            for kind, held in zip(self.kinds, blocks, strict=True)
-        ]
-        return tuple((min(start, num_tokens), num_tokens) for start in starts), blocks
+        ranges = []
+        for group, held in zip(self.groups, blocks, strict=True):
+            start, stop = 0, num_tokens
+            if row_tokens := PAGED.get(group.kind):
+                start, stop = prefix_tokens // row_tokens, num_tokens // row_tokens
+            elif group.kind == "swa":
+                first = held.first_block * self.page_size
+                if first > max(prefix_tokens, num_tokens - (window_tokens or 0), 0):
+                    raise BlockIdError(
+                        "a window needs the pages of all its tokens that are not cached",
+                        first_token=first,
+                        window_tokens=window_tokens,
+                        num_tokens=num_tokens,
+                        prefix_tokens=prefix_tokens,
+                    )
+                start = max(first, num_tokens - (window_tokens or 0))
+            elif group.kind == "c128-state":
+                start = held.first_block * C128
+            else:
+                start = held.first_block
+            ranges.append((min(start, stop), stop))
+        return tuple(ranges), blocks

@@ -37,7 +37,18 @@ class Gathered:
 class Engine:
     """All ranks of one engine."""
 
-    def __init__(self, model, *, is_prefill, port, tp_size=1, pp_size=1, page_size=4, environ=None):
+    def __init__(
+        self,
+        model,
+        *,
+        is_prefill,
+        port,
+        tp_size=1,
+        pp_size=1,
+        page_size=4,
+        environ=None,
+        pools=Pools,
+    ):
         places = [(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
         config = connector_config(
             is_prefill=is_prefill,
@@ -48,7 +59,7 @@ class Engine:
             environ=environ or {},
         )
         shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}
-        self.pools = [Pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
+        self.pools = [pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
         self.page_size = page_size
         self.ranks = [None] * len(places)
         gathered = Gathered(len(places))

@@ -9,7 +9,7 @@ from kvconnector.control.security import generate_keys
 from kvconnector.errors import AuthenticationError, BlockIdError, ConfigError, GeometryError
 from kvconnector.integrations.sglang.caches import registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
-from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.requests import Group, Layout
 from kvconnector.integrations.sglang.settings import (
     PrefillEngines,
     connector_config,
@@ -115,7 +115,7 @@ def _pools(model=None, **changes):
 @pytest.mark.parametrize(
     "model, changes, text",
     [
-        (Model(), {"state_types": ["dsa"]}, "does not transfer caches of these kinds"),
+        (Model(), {"state_types": ["qsa_pending"]}, "does not transfer caches of these kinds"),
         (Model(), {"kv_item_lens": [100] * 8}, "does not fit its tokens and heads"),
         (Model(), {"num_draft_entries": 2}, "another number of buffers"),
         (Model(windows=(1,)), {"swa_kv_cache_layout": "hnd"}, "pages of"),
@@ -141,7 +141,7 @@ def test_a_decode_engine_has_no_more_stages_than_the_row_has_layers():
     with pytest.raises(GeometryError, match="too many stages"):
         _registered(decode.args, decode.shape)
     (*_, rows), kinds = _registered(prefill.args, prefill.shape)
-    assert (kinds[-1], rows.views) == ("row", {})
+    assert (kinds[-1].kind, rows.views) == ("row", {})
 
 
 def test_metadata_rows_are_alike():
@@ -160,10 +160,12 @@ def test_metadata_rows_are_alike():
         ([[1], [2]], {"window_tokens": None}),
         ([[1, 2], [2, 3]], {}),
         ([[1], [2]], {"num_tokens": 0}),
+        ([[], [2]], {}),
+        ([[1], [2]], {"num_tokens": 8, "window_tokens": 5}),
     ],
 )
 def test_blocks_that_cannot_be_a_requests_are_refused(states, options):
-    layout = Layout(("kv", "swa", "mamba", "row"), 4)
+    layout = Layout((Group("kv"), Group("swa", 0), Group("mamba", 1), Group("row")), 4, 2)
     wanted = {"prefix_tokens": 0, "num_tokens": 4, "window_tokens": 4} | options
     if (states, options) == ([[1], [2]], {}):
         assert layout.to_load([1], states, 0, **wanted)
