@@ -33,7 +33,8 @@ def naive_plan(
 ) -> Iterator[Item]:
     """Yield every item of these layers that the consumer rank needs, each once."""
     takers = _takers(consumer.engine, producer)
-    for group_index, group in enumerate(consumer.geometry.groups):
+    num_common = min(len(consumer.geometry.groups), len(producer.ranks[0].groups))
+    for group_index, group in enumerate(consumer.geometry.groups[:num_common]):
         for layer in (each for each in group.layers if each in layers):
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
@@ -60,7 +61,8 @@ def _takers(consumer: EngineGeometry, producer: EngineGeometry) -> _Takers:
     """Return the consumer ranks that need something of each group and of each set of replicas."""
     takers: _Takers = defaultdict(set)
     for rank in consumer.ranks:
-        for index, group in enumerate(rank.groups):
+        num_common = min(len(rank.groups), len(producer.ranks[0].groups))
+        for index, group in enumerate(rank.groups[:num_common]):
             theirs = producer.ranks[0].groups[index]
             turns = [each.interleave_tokens * each.dcp_size for each in (group, theirs)]
             for layer in group.layers:

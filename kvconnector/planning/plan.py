@@ -161,7 +161,7 @@ def plan_read(
 
     Args:
         route: Either side's end of the route.
-        token_ranges: The tokens of each cache group, in the request's sequence.
+        token_ranges: The tokens of each cache group that both ranks have, in the request's sequence.
         chunk_bytes: The largest size of a message.
         layers: Global layer indices, a range without steps.
 
@@ -203,13 +203,17 @@ def plan_read(
     return SourceRead(*asked, tuple(all_members), tuple(all_rows), nbytes, token_stop, layer_stop)
 
 
-def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:
+def _check_count(token_ranges: Sequence[range], num_groups: int) -> None:
     if len(token_ranges) != num_groups:
         raise GeometryError(
             "a request needs one token range per cache group",
             ranges=len(token_ranges),
             groups=num_groups,
         )
+
+
+def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:
+    _check_count(token_ranges, num_groups)
     for tokens in token_ranges:
         if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
             raise GeometryError(
@@ -227,11 +231,14 @@ def plan_reads(
     layers: range = ALL_LAYERS,
 ) -> tuple[SourceRead, ...]:
     """Return a read for each of a consumer rank's routes that has some of `token_ranges[group]` in these layers.
-    Together they bring all heads. Raises GeometryError: as `plan_read`.
+    Together they bring all heads. Optional cache groups that the producer lacks are not read. Raises GeometryError: as
+    `plan_read`.
     """
-    reads = [
-        plan_read(route, token_ranges, chunk_bytes=chunk_bytes, layers=layers) for route in routes
-    ]
+    reads = []
+    for route in routes:
+        _check_count(token_ranges, route.num_own_groups)
+        common = token_ranges[: route.num_groups]
+        reads.append(plan_read(route, common, chunk_bytes=chunk_bytes, layers=layers))
     return tuple(read for read in reads if read is not None)
 
 

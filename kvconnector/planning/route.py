@@ -39,7 +39,8 @@ class SegmentWindow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One side's end of all reads between two ranks. `peer` is the rank at the other end.
+    """One side's end of all reads between two ranks. `peer` is the rank at the other end, `num_groups` the number of
+    cache groups that both have: reads name tokens of these. The last of `num_own_groups` may be missing there.
 
     Chunks of `segments[i]` are best cut at multiples of the first of `align_tokens[i]` that fits, in members of its
     stripe: a common multiple of both sides' block sizes, then the larger one, then the smaller. `here[i]` is
@@ -48,6 +49,7 @@ class Route:
 
     peer: Rank
     num_groups: int
+    num_own_groups: int
     segments: tuple[Segment, ...]
     align_tokens: tuple[tuple[int, ...], ...]
     here: tuple[SegmentWindow, ...]
@@ -97,7 +99,7 @@ def make_route(
         peer: The rank at the other end.
         segments: The route's segments, all of which this rank holds.
         ours: This rank's cache groups.
-        theirs: The other rank's cache groups, as many as ours.
+        theirs: The other rank's cache groups, of which either side's last ones may be missing on the other.
         there: The segments in the terms of the other rank, on the side that may read its pools.
 
     Raises:
@@ -110,7 +112,9 @@ def make_route(
             max_segments=MAX_SEGMENTS,
         )
     align_tokens = tuple(_alignments(ours[s.group], theirs[s.group], s.stripe) for s in segments)
-    return Route(peer, len(ours), segments, align_tokens, _windows(segments, ours), there)
+    num_groups = min(len(ours), len(theirs))
+    here = _windows(segments, ours)
+    return Route(peer, num_groups, len(ours), segments, align_tokens, here, there)
 
 
 def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:

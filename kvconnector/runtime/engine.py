@@ -20,7 +20,8 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's report to its scheduler after registration: its caches' geometry, and its address for peers.
 
-    `num_blocks[group]` are the block ids that its pools have; a group without a layer there has any.
+    `num_blocks[group]` are the block ids that its pools have; a group without a layer there has any. The last
+    `num_optional` groups are optional, see `EngineGeometry`.
     """
 
     engine_id: str
@@ -31,12 +32,13 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     role: Role
     num_blocks: tuple[int, ...]
+    num_optional: int = 0
 
 
 def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
     """Return the whole engine's geometry, from the metadata of all its workers in any order.
 
-    A model that states no number of layers has as many as the workers registered.
+    A model that states no number of layers has as many as the workers registered in groups that are not optional.
 
     Raises:
         ConfigError: a worker has another engine id or role than these settings.
@@ -49,7 +51,10 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
     ordered = sorted(metadata, key=_rank_of)
     model = ordered[0].model
     layers = {
-        layer for worker in ordered for group in worker.geometry.groups for layer in group.layers
+        layer
+        for worker in ordered
+        for group in worker.geometry.groups[: len(worker.num_blocks) - worker.num_optional]
+        for layer in group.layers
     }
     engine = EngineGeometry(
         engine_id=config.engine_id,
@@ -58,6 +63,7 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
         model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
         verify=config.verify,
+        num_optional=ordered[0].num_optional,
     )
     for pp_rank in range(engine.pp_size):
         _check_heads(engine, pp_rank)
@@ -82,6 +88,13 @@ def _check_worker(worker: object, config: ConnectorConfig, first: WorkerMetadata
             rank=rank,
             worker=theirs,
             scheduler=ours,
+        )
+    if worker.num_optional != first.num_optional:
+        raise GeometryError(
+            "workers have different numbers of optional cache groups",
+            first=first.num_optional,
+            rank=rank,
+            other=worker.num_optional,
         )
     if worker.model != first.model:
         raise GeometryError(

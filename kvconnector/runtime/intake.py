@@ -81,13 +81,13 @@ def _check_blocks(order: Order, pools: Pools) -> None:
         pools.check_blocks(order.blocks, what)
     elif isinstance(order, LoadRequest):
         pools.check_blocks(order.local_blocks, what)
-        for by_group in (order.token_ranges, order.remote_blocks or order.local_blocks):
-            if len(by_group) != len(pools.groups):
-                raise BlockIdError(
-                    "a load names tokens and blocks of every cache group",
-                    given=len(by_group),
-                    groups=len(pools.groups),
-                )
+        # those of the producer are its own groups', which its greeting shows
+        if len(order.token_ranges) != len(pools.groups):
+            raise BlockIdError(
+                "a load names tokens of every cache group",
+                given=len(order.token_ranges),
+                groups=len(pools.groups),
+            )
         held = zip(pools.groups, order.local_blocks, order.token_ranges, strict=True)
         for group, blocks, (start, stop) in held:
             blocks.check_hold(range(start, stop), group.geometry.virtual_block_tokens, what=what)

@@ -78,8 +78,11 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         available = min(self.params.remote_num_tokens, limit)
         states = {
             self.params.first_block(group) + len(ids)
-            for group, ids in enumerate(self.params.remote_block_ids)
-            if isinstance(self.retentions[group], KeepsState)
+            # either engine may lack the other's optional groups
+            for group, (ids, kept) in enumerate(
+                zip(self.params.remote_block_ids, self.retentions, strict=False)
+            )
+            if isinstance(kept, KeepsState)
         }
         if not states or self.params.is_followed:
             return available  # its states will be those before the last token

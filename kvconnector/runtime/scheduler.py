@@ -249,11 +249,13 @@ class Scheduler:
                 host=wanted.remote_host,
                 port=wanted.remote_port,
             )
-        if not wanted.is_followed and len(wanted.remote_block_ids) != self._engine.num_groups:
+        # the producer may have optional groups that we lack, which its greeting shows
+        named = len(wanted.remote_block_ids)
+        if not wanted.is_followed and named < self._engine.num_required:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",
                 request=request_id,
-                theirs=len(wanted.remote_block_ids),
+                theirs=named,
                 ours=self._engine.num_groups,
             )
         return wanted

@@ -12,7 +12,13 @@ from msgspec import structs
 
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
-from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
+from kvconnector.errors import (
+    ConfigError,
+    GeometryError,
+    KVConnectorError,
+    LocalError,
+    MemoryInUseError,
+)
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import blocks_of, checked_orders
@@ -78,6 +84,7 @@ class Worker:
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
         self._was_registered = False
+        self._num_optional = 0
         self._finalizer: weakref.finalize[..., Worker] | None = None
         self._look_at_s = 0.0
         self._layers: StepLayers | None = None
@@ -99,6 +106,7 @@ class Worker:
         *,
         total_heads: int = 0,
         head_start: int = 0,
+        num_optional: int = 0,
     ) -> None:
         """Take the caches, allocate staging, and open the transport and the control channel.
 
@@ -112,10 +120,16 @@ class Worker:
                 the memory of a group that `cache_group` did not make is its `memory`; otherwise the caller keeps it.
             total_heads: KV heads of the model; 0 where this rank holds all.
             head_start: First of the heads that this rank holds.
+            num_optional: How many of the cache groups, from the last on, another engine may lack, such as a draft
+                model's on decode engines only. They are loaded from producers that have them, and from others
+                everything else is: their blocks then keep what they held. Every rank states the same number; both
+                engines list the groups that both have first, in one order. An offer, a load and `grow` name blocks of
+                all groups of the own engine, whatever the other one has.
 
         Raises:
             LocalError: caches were registered before.
-            GeometryError: tensors or views do not fit their geometry, or are none.
+            GeometryError: tensors or views do not fit their geometry, or are none, or there are fewer groups than
+                optional ones.
             ConfigError: groups on different devices, staging that cannot hold one token, or an address or keys that
                 cannot be used.
             TransportError: UCX cannot start.
@@ -126,6 +140,13 @@ class Worker:
         if self._was_registered:
             raise LocalError("caches are registered once", rank=str(self._rank))
         groups = cache_groups(caches, total_heads=total_heads, head_start=head_start)
+        if not 0 <= num_optional <= len(groups):
+            raise GeometryError(
+                "a worker has at least as many cache groups as optional ones",
+                num_optional=num_optional,
+                groups=len(groups),
+            )
+        self._num_optional = num_optional
         devices = {group.device for group in groups}
         if len(devices) != 1:
             raise ConfigError("all caches of a worker are on one device", devices=sorted(devices))
@@ -161,6 +182,7 @@ class Worker:
             incarnation=self._incarnation,
             role=self._config.role,
             num_blocks=tuple(pools.num_blocks),
+            num_optional=self._num_optional,
         )
 
     def start_step(self, step: StepMetadata) -> None:

@@ -59,7 +59,6 @@ class ConsumerSession:
         self._chunk_bytes = chunk_bytes
         self._stream = stream
         self._rank = rank
-        self._num_groups = geometry.num_groups
         self._loads: dict[str, Load] = {}
         self._asked: dict[str, Load] = {}
         self._agenda: Agenda[Load | RankRead | RemoteEngine | ConsumerSession] = Agenda()
@@ -119,7 +118,7 @@ class ConsumerSession:
 
     def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
         try:
-            is_new = load.record_progress(event.link.number, event.message, self._num_groups)
+            is_new = load.record_progress(event.link.number, event.message)
         except KVConnectorError as error:
             self._fail(load, error, now)
             return

@@ -209,6 +209,7 @@ class RemoteEngines:
                 self._port.send(event.link, look_up(engine.name, holders, geometry))
                 return
             engine.routes = plan_routes(self._topology, geometry, self._orders)
+            engine.num_groups = geometry.num_groups
         except KVConnectorError as error:
             self._lose(engine, event, error, now)
             return

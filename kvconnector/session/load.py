@@ -141,7 +141,7 @@ class Load(Tracked[LoadState]):
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
         )
 
-    def record_progress(self, link: int, reported: m.Progress, num_groups: int) -> bool:
+    def record_progress(self, link: int, reported: m.Progress) -> bool:
         """Record a producer worker's progress. Ignores stale messages.
 
         Returns:
@@ -152,11 +152,11 @@ class Load(Tracked[LoadState]):
         """
         if reported.refusal is not None:
             raise refusal_error(reported.refusal, reported.text, request=self.request_id)
-        if len(reported.blocks) != num_groups:
+        if len(reported.blocks) != self.engine.num_groups:
             raise RemoteProtocolError(
                 "a producer's progress does not name blocks of every cache group",
                 transfer=reported.transfer_id,
-                groups=num_groups,
+                groups=self.engine.num_groups,
             )
         known = self.progress.get(link)
         is_new = known is None or _extent(reported) > _extent(known)
@@ -179,8 +179,22 @@ class Load(Tracked[LoadState]):
 
         Raises:
             GeometryError: see `plan_read`.
+            RemoteProtocolError: the producer has another number of cache groups than the load names blocks of.
         """
+        num_groups = self.engine.num_groups
+        self.left = tuple(
+            # an optional group that the producer lacks has nothing to load
+            [tokens if group < num_groups else _NO_RANGE for group, tokens in enumerate(self.left)]
+        )
         if not self.is_followed:
+            named = 0 if self.asked is None else len(self.asked.remote_blocks)
+            if any(self.left) and named != num_groups:
+                raise RemoteProtocolError(
+                    "a load names blocks of another number of cache groups than its producer has",
+                    request=self.request_id,
+                    named=named,
+                    groups=num_groups,
+                )
             planned = plan_reads(routes, self.left, chunk_bytes=chunk_bytes)
             self.left = ()
             return planned
@@ -303,6 +317,7 @@ class Load(Tracked[LoadState]):
 
 
 _NOTHING = m.Progress(transfer_id="none")
+_NO_RANGE = range(0)
 
 
 def _has_begun(reported: m.Progress) -> bool:
@@ -317,4 +332,4 @@ def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
 def _has(reported: m.Progress, group: int) -> bool:
     """Returns True if a group can be read up to the watermark, as groups without blocks can at the prompt's end."""
     blocks = reported.blocks
-    return bool(blocks) and (reported.is_complete or bool(blocks[group].wire_ids))
+    return group < len(blocks) and (reported.is_complete or bool(blocks[group].wire_ids))

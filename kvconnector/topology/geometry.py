@@ -202,9 +202,13 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name; `replica_rule` is
     the newest rule that it knows of those by which consumers choose among replicas.
 
+    The last `num_optional` cache groups are optional: another engine may lack them, and then they are not transferred,
+    in either direction. Two engines must agree on all groups up to the end of the shorter list. So an engine registers
+    first what every engine of the model has, then what some have, such as a draft model's cache.
+
     Raises GeometryError: a rank is missing or out of order; ranks differ in their groups' number, block size, parts or
-    context parallelism; ranks of a stage hold different layers; no rank of a stage holds some of the tokens; or a layer
-    of a group belongs to several stages.
+    context parallelism; ranks of a stage hold different layers; no rank of a stage holds some of the tokens; a layer
+    of a group belongs to several stages; or there are fewer groups than optional ones.
     """
 
     engine_id: str
@@ -214,10 +218,14 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ranks: tuple[RankGeometry, ...]
     verify: str = "none"
     replica_rule: int = REPLICAS_BY_INDEX
+    num_optional: int = 0
 
     def __post_init__(self) -> None:
         require_at_least(1, GeometryError, tp_size=self.tp_size, pp_size=self.pp_size)
         self._check_ranks()
+        if not 0 <= self.num_optional <= self.num_groups:
+            text = "an engine has at least as many cache groups as optional ones"
+            self._refuse(text, num_optional=self.num_optional, groups=self.num_groups)
         self._check_stages()
 
     def _check_ranks(self) -> None:
@@ -284,6 +292,15 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def num_groups(self) -> int:
         return len(self.ranks[0].groups)
 
+    def num_common(self, other: EngineGeometry) -> int:
+        """Return how many cache groups, from the first on, this engine and another one exchange."""
+        return min(self.num_groups, other.num_groups)
+
+    @property
+    def num_required(self) -> int:
+        """Number of cache groups, from the first on, that another engine must have."""
+        return self.num_groups - self.num_optional
+
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
@@ -300,15 +317,17 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.ranks[pp_rank * self.tp_size : (pp_rank + 1) * self.tp_size]
 
 
-def agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """Return all values on which two engines must agree, by name. With several groups a name ends with the group's.
-    Scales that an engine does not state are left out: it may be of an earlier release.
+def agreed_values(engine: EngineGeometry, num_groups: int) -> dict[str, object]:
+    """Return all values of an engine on which it must agree with one that has its first `num_groups` cache groups, by
+    name. With several groups a name ends with the group's. Scales that an engine does not state are left out: it may
+    be of an earlier release.
     """
     model = msgspec.structs.asdict(engine.model)
-    values = {**model, "verify": engine.verify, "cache_groups": engine.num_groups}
+    needed = max(num_groups, engine.num_required)
+    values = {**model, "verify": engine.verify, "cache_groups": needed}
     # the ranks of a stage hold the same layers
     stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
-    for index, parts in enumerate(parts_of(engine.ranks[0])):
+    for index, parts in enumerate(parts_of(engine.ranks[0])[:num_groups]):
         names, heads, dims, sizes = zip(*parts, strict=True)
         layers = sorted({layer for rank in stages for layer in rank.groups[index].layers})
         group = {
@@ -320,7 +339,7 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
         }
         if scales := _scales(engine, index):
             group["scales"] = scales
-        end = f"_{index}" if engine.num_groups > 1 else ""
+        end = f"_{index}" if num_groups > 1 else ""
         values |= {name + end: value for name, value in group.items()}
     return values
 

@@ -117,8 +117,10 @@ def _by_id(
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
-    """Yield what an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
-    for index, group in enumerate(groups):
+    """Yield what an engine has of these cache groups, of which it may lack the last ones, if they are optional. Raises
+    IncompatiblePeerError: it lacks a layer or a head.
+    """
+    for index, group in enumerate(groups[: remote.num_groups]):
         missing = set(group.layers)
         for pp_rank in range(remote.pp_size):
             theirs = remote.ranks[pp_rank * remote.tp_size].groups[index].layers

@@ -129,7 +129,7 @@ class TpKVTopology:
 
     def get_target_remote_ranks(self, remote: EngineGeometry) -> tuple[Target, ...]:
         """Return the remote ranks to read from, in rank order. Together they deliver everything that we hold, each
-        (layer, part, head, token) once.
+        (layer, part, head, token) once, except optional cache groups that the remote engine lacks.
 
         Raises:
             IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
@@ -182,7 +182,8 @@ class TpKVTopology:
             IncompatiblePeerError: the engines disagree in the values that the error names, or the tokens of their
                 context parallel ranks have too long a common period.
         """
-        ours, theirs = agreed_values(self.engine), agreed_values(remote)
+        num_common = self.engine.num_common(remote)
+        ours, theirs = agreed_values(self.engine, num_common), agreed_values(remote, num_common)
         engine_id, peer_id = self.engine.engine_id, remote.engine_id
         differing = {
             name: {engine_id: value, peer_id: theirs[name]}
@@ -196,7 +197,8 @@ class TpKVTopology:
                 **differing,
             )
         try:
-            for mine, other in zip(self.geometry.groups, remote.ranks[0].groups, strict=True):
+            # one side may lack the other's optional groups
+            for mine, other in zip(self.geometry.groups, remote.ranks[0].groups, strict=False):
                 common_stripes(mine.context_parallel, other.context_parallel)
         except GeometryError as error:
             raise IncompatiblePeerError(
@@ -275,7 +277,7 @@ class TpKVTopology:
 
     def describe(self, remote: EngineGeometry) -> str:
         """Return a line for people: the ratios, ours over theirs, and the re-layout of blocks, if any."""
-        groups = range(self.engine.num_groups)
+        groups = range(self.engine.num_common(remote))
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
         how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
         ratios = f"tp {self.tp_ratio(remote)}, pp {self.pp_ratio(remote)}"
@@ -322,7 +324,9 @@ class TpKVTopology:
 
     def _check_same_parts(self, remote: EngineGeometry) -> None:
         ours, theirs = parts_of(self.geometry), parts_of(remote.ranks[0])
-        if ours != theirs:
+        num_common = self.engine.num_common(remote)
+        required = max(self.engine.num_required, remote.num_required)
+        if required > num_common or ours[:num_common] != theirs[:num_common]:
             raise IncompatiblePeerError(
                 "both engines need the same cache groups of the same parts",
                 ours=ours,

@@ -33,6 +33,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
     verify: str = "none"
     replica_rule: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    num_optional: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
 
     def __post_init__(self) -> None:
         num_ranks, num_holdings = self.tp_size * self.pp_size, len(self.holdings)

@@ -80,7 +80,9 @@ def attention_model(num_layers=2, total_heads=2, head_dim=4, item_size_bytes=2):
     return FakeModel(num_layers, (FakeGroup(tuple(range(num_layers)), parts),))
 
 
-def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, dcp=()):
+def cut_engine(
+    shape, *, engine_id, stages, block_sizes, tp_size, splits=None, dcp=(), num_optional=0
+):
     """Return the geometry of an engine of `shape`: `stages[pp_rank]` are layers.
 
     `dcp[group]` are the number of neighbouring tensor ranks that share that group's tokens, and the interleave in
@@ -119,6 +121,7 @@ def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, d
         pp_size=len(stages),
         model=shape.description(),
         ranks=ranks,
+        num_optional=num_optional,
     )
 
 
@@ -141,7 +144,8 @@ def _part(part, share, num_shares, splits):
 class FakeEngine:
     """The shape of an engine that runs a model. `block_sizes` and `num_blocks` have one entry per cache group.
 
-    `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time.
+    `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time. The
+    last `num_optional` groups are optional.
     """
 
     engine_id: str
@@ -153,6 +157,7 @@ class FakeEngine:
     layout: str = "HND"
     dcp_size: int = 1
     interleave_tokens: int = 1
+    num_optional: int = 0
 
     def geometry(self):
         """Return the geometry of all ranks, with layers and heads as `TpKVTopology` divides them."""
@@ -167,6 +172,7 @@ class FakeEngine:
             block_sizes=self.block_sizes,
             tp_size=self.tp_size,
             dcp=[(self.dcp_size, self.interleave_tokens)] * len(self.model.groups),
+            num_optional=self.num_optional,
         )
 
 
@@ -184,6 +190,7 @@ def metadata_of(shape=None, role="consumer"):
             incarnation="one",
             role=role,
             num_blocks=shape.num_blocks,
+            num_optional=shape.num_optional,
         )
         for rank in geometry.ranks
     ]

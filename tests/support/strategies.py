@@ -4,7 +4,7 @@ Two engines of one drawn `FakeModel` can exchange blocks, however differently th
 relations between sizes matter (divides, does not divide, equal, one is one), and large numbers do not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -110,7 +110,7 @@ def token_shares(draw, tp_size, block_size):
 
 
 @st.composite
-def engines(draw, shape, *, engine_id="engine", even_heads=False):
+def engines(draw, shape, num_optional=0, *, engine_id="engine", even_heads=False):
     """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size and a way to share the tokens for every group.
 
     `even_heads` splits heads as `TpKVTopology.heads_of` does; without it, other covers are drawn too.
@@ -134,17 +134,33 @@ def engines(draw, shape, *, engine_id="engine", even_heads=False):
         tp_size=tp_size,
         splits=splits,
         dcp=dcp,
+        num_optional=num_optional,
     )
 
 
 @st.composite
 def engine_pairs(draw, *, even_heads=False):
-    """Draw a consumer engine and a producer engine of one model, cut independently."""
-    shape = draw(model_shapes())
-    return (
-        draw(engines(shape, engine_id="consumer", even_heads=even_heads)),
-        draw(engines(shape, engine_id="producer", even_heads=even_heads)),
+    """Draw a consumer engine and a producer engine of one model, cut independently. One of them may lack the other's
+    last groups.
+    """
+    shapes = draw(shape_pairs())
+    return tuple(
+        draw(engines(*shape, engine_id=name, even_heads=even_heads))
+        for name, shape in zip(("consumer", "producer"), shapes, strict=True)
     )
+
+
+@st.composite
+def shape_pairs(draw):
+    """Draw a model for each of two engines, with its number of optional groups. They differ in these alone."""
+    whole = draw(model_shapes())
+    missing = draw(st.integers(0, len(whole.groups) - 1))
+    num_common = len(whole.groups) - missing
+    pair = [
+        (whole, draw(st.integers(missing, len(whole.groups)))),
+        (replace(whole, groups=whole.groups[:num_common]), draw(st.integers(0, num_common))),
+    ]
+    return pair[:: draw(st.sampled_from([1, -1]))]
 
 
 @st.composite

@@ -56,6 +56,45 @@ def test_the_modules_example_holds():
     assert ours.is_kv_replicated(decode)
 
 
+@pytest.mark.parametrize("takes_draft", [True, False])
+@pytest.mark.parametrize("num_optional", [0, 1, 2])
+def test_one_engine_may_lack_the_other_ones_last_groups(takes_draft, num_optional):
+    """One engine has a draft model's cache, a group of its own after the model's."""
+    kv = FakeGroup(LAYERS, (FakePart("k", 4, 8, 2),))
+    draft = FakeGroup((4,), (FakePart("k", 2, 8, 2),))
+
+    def cut(name, *groups, num_optional=0):
+        shape = FakeModel(5, groups)
+        sizes = {"block_sizes": [16] * len(groups), "tp_size": 1, "num_optional": num_optional}
+        return cut_engine(shape, engine_id=name, stages=[range(5)], **sizes)
+
+    pair = cut("longer", kv, draft, num_optional=num_optional), cut("shorter", kv)
+    consumer, producer = pair if takes_draft else pair[::-1]
+    ours = topology(consumer)
+    if not num_optional:
+        with pytest.raises(IncompatiblePeerError, match="disagree in cache_groups"):
+            ours.check_compatible(producer)
+        with pytest.raises(IncompatiblePeerError, match="same cache groups"):
+            ours.get_target_remote_ranks(producer)
+        return
+    ours.check_compatible(producer)
+    (target,) = ours.get_target_remote_ranks(producer)
+    assert {segment.group for segment in target.segments} == {0}
+    # where both have it, it is no more optional than others
+    other = cut("other", kv, FakeGroup((4,), (FakePart("k", 4, 8, 2),)), num_optional=1)
+    both = cut("both", kv, draft, num_optional=1)
+    with pytest.raises(IncompatiblePeerError, match="disagree in kv_heads_1"):
+        topology(both).check_compatible(other)
+    (target,) = topology(both).get_target_remote_ranks(cut("same", kv, draft, num_optional=2))
+    assert {segment.group for segment in target.segments} == {0, 1}
+
+
+def test_an_engine_has_no_more_optional_groups_than_groups():
+    for count in (-1, 2):
+        with pytest.raises(GeometryError, match=f"num_optional={count}, groups=1"):
+            relisted(engine(), engine().ranks, num_optional=count)
+
+
 def two_groups(name, tp_size, stages, block_sizes):
     groups = [FakeGroup(LAYERS, (FakePart(kind, 4, 8, 2),)) for kind in ("full", "window")]
     shape = FakeModel(4, tuple(groups))

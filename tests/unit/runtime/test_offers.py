@@ -30,6 +30,12 @@ def test_workers_of_another_engine_or_role_are_refused(change):
     assert refused.value.context["rank"] == "pp0tp1"
 
 
+def test_workers_agree_on_the_number_of_optional_groups():
+    first, second = metadata_of(FakeEngine("d", attention_model(), tp_size=2))
+    with pytest.raises(GeometryError, match="different numbers of optional cache groups"):
+        Scheduler(CONFIG, [first, structs.replace(second, num_optional=1)])
+
+
 @pytest.mark.parametrize("missing", range(4))
 def test_an_engine_without_one_of_its_ranks_is_refused(missing):
     workers = metadata_of(FakeEngine("d", attention_model(), tp_size=2, pp_size=2))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
@@ -5,6 +7,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
     BlockIdError,
     GeometryError,
+    IncompatiblePeerError,
     LocalError,
     ProducerNotAllowedError,
     RemoteProtocolError,
@@ -119,6 +122,25 @@ def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
     with pytest.raises(UnknownRequestError):
         scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
+
+
+def test_offers_may_lack_optional_groups_or_have_more():
+    part = (FakePart("k", 2, 4),)
+    model = FakeModel(3, (FakeGroup((0, 1), part), FakeGroup((2,), part)))
+    shape = FakeEngine("d", model, block_sizes=(4, 4), num_blocks=(32, 32), num_optional=1)
+    assert metadata_of(shape)[0].geometry.groups[1].layers == (2,)
+    for offered in ([[1, 2]], [[1, 2], [3, 4]], [[1, 2], [3, 4], [5]]):
+        scheduler = consumer_scheduler(shape)
+        assert scheduler.build_step().engine.num_optional == 1
+        scheduler.on_new_request("w", {**PARAMS, "remote_block_ids": offered})
+        assert scheduler.matched_tokens("w", 8, 0) == (7, True)
+        scheduler.load("w", blocks=[[4, 5], [6, 7]], num_tokens=7)
+        (order,) = _orders(scheduler.build_step(), LoadRequest)
+        assert len(order.token_ranges) == len(order.local_blocks) == 2
+        assert len(order.remote_blocks) == len(offered)
+    scheduler = consumer_scheduler(replace(shape, num_optional=0))
+    with pytest.raises(IncompatiblePeerError, match="another number of cache groups"):
+        scheduler.on_new_request("w", PARAMS)
 
 
 @pytest.mark.parametrize("request_id", [7, b"r", "\ud800"], ids=ascii)
