@@ -96,11 +96,17 @@ def wire_messages() -> Iterator[str]:
                 yield f"| `{name}` | {fields} | {_first_sentence(kind)} |"
 
 
-def program() -> Iterator[str]:
-    """Yield the example of both sides of an engine."""
+def program(path: str = "examples/embed.py") -> Iterator[str]:
+    """Yield an example: by default both sides of an engine."""
     yield "```python"
-    yield (ROOT / "examples/embed.py").read_text(encoding="utf-8").rstrip()
+    yield (ROOT / path).read_text(encoding="utf-8").rstrip()
     yield "```"
+
+
+def ranks() -> Iterator[str]:
+    """Yield the example of an engine whose ranks are processes."""
+    yield "<!-- not run: it is the file above, which a test runs -->"
+    yield from program("examples/embed_ranks.py")
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
@@ -109,6 +115,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "names": names,
     "messages": wire_messages,
     "program": program,
+    "ranks": ranks,
     "pod": prefill_pod,
 }
 

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from contextlib import closing
@@ -122,7 +123,7 @@ def test_all_commands_of_a_page_run_in_order(page, text, tmp_path):
 
 @pytest.mark.ucx
 @pytest.mark.integration
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+@pytest.mark.parametrize("block", [b for b in blocks("python") if not b.mark], ids=str)
 def test_python_runs(block, capsys):
     import torch
 
@@ -159,6 +160,21 @@ def test_python_runs(block, capsys):
         shown = {"docs/embedding.md": "loaded\n"}
         if "print(" in text and block.page in shown:
             assert capsys.readouterr().out.startswith(shown[block.page])
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_an_engine_whose_ranks_are_processes_loads_from_all_of_them():
+    path = ":".join(str(ROOT / each) for each in ("", "kernels"))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/embed_ranks.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == f"loaded\nheads of block 5: {[float(n) for n in range(8)]}\n", done.stderr
 
 
 def test_every_name_of_the_face_is_in_the_reference():
