@@ -69,6 +69,14 @@ class LocalProtocolError(LocalError):
     """An event arrived that the state machine does not accept in this state; the state is unchanged."""
 
 
+class InternalError(KVConnectorError):
+    """An unexpected exception in the connector ended this request or connection, and no other."""
+
+    remedy = (
+        "this is a bug in kvconnector: the log of this engine has the traceback, please report it"
+    )
+
+
 class TransportError(KVConnectorError):
     """The transport library failed on this side: set-up, registration, or a request it rejected."""
 

@@ -23,7 +23,7 @@ import msgspec
 import kvconnector as kvc
 from kvconnector.config import KIB, MIB, SECTIONS, ConnectorConfig
 from kvconnector.control.sealed import ForgedMessageError  # noqa: F401  makes it known
-from kvconnector.errors import KVConnectorError, RemoteError, TransportError
+from kvconnector.errors import InternalError, KVConnectorError, RemoteError, TransportError
 from kvconnector.transport.base import MessageSizeError, RegistrationError  # noqa: F401  makes them known
 from kvconnector.wire import messages
 
@@ -60,7 +60,7 @@ def settings() -> Iterator[str]:
 def errors() -> Iterator[str]:
     """Yield a table of the errors with which a load can end."""
     yield from ("| error | what happened | what to do |", "|---|---|---|")
-    kinds: list[type[KVConnectorError]] = [TransportError, RemoteError]
+    kinds: list[type[KVConnectorError]] = [InternalError, TransportError, RemoteError]
     while kinds:
         kind = kinds.pop()
         yield f"| `{kind.__name__}` | {_first_paragraph(kind)} | {kind.remedy} |"

@@ -19,7 +19,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
-from kvconnector.session.port import NEVER, Port
+from kvconnector.session.port import NEVER, DataPathPort, EnginePort, LinkPort, Ports
 from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
@@ -94,7 +94,7 @@ class Thread(ABC):
         """Take a message."""
 
 
-class SessionThread(Thread, Port):
+class SessionThread(Thread, LinkPort, DataPathPort, EnginePort):
     """A rank's thread. It runs `session`, and stands in for its data path."""
 
     session: ProducerSession | ConsumerSession
@@ -161,7 +161,9 @@ class ProducerRank(SessionThread):
         )
         super().__init__(world, packed, rank)
         lease, timeout_s = CONFIG.lease, CONFIG.peer.timeout_s
-        self.session = ProducerSession(engine, rank.rank, reply, lease, timeout_s, port=self)
+        self.session = ProducerSession(
+            engine, rank.rank, reply, lease, timeout_s, ports=Ports(self, self, self)
+        )
 
     def open_endpoint(self, link: Link, hello: m.Hello) -> None:
         self.spend(self.world.costs.endpoint_s)
@@ -169,7 +171,13 @@ class ProducerRank(SessionThread):
         consumer, theirs = self._consumer(link)
         consumer.take_soon(ev.WarmedUp(theirs), self.free_at + self.world.costs.latency_s)
 
-    def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
+    def release(
+        self,
+        request_id: str,
+        outcome: str,
+        trace: HoldTrace | None,
+        error: KVConnectorError | None = None,
+    ) -> None:
         self.world.released(request_id)
 
     def _consumer(self, link: Link) -> tuple[ConsumerRank, Link]:
@@ -206,7 +214,7 @@ class ConsumerRank(SessionThread):
         }
         super().__init__(world, packed, rank)
         self.session = ConsumerSession(
-            engine, rank.rank, peer, self, chunk_bytes=CHUNK_BYTES, orders=orders
+            engine, rank.rank, peer, Ports(self, self, self), chunk_bytes=CHUNK_BYTES, orders=orders
         )
         self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS
@@ -253,10 +261,10 @@ class ConsumerRank(SessionThread):
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         self.connect(link, self.world.listening[address])
 
-    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
+    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
         self.send(link, self._hello(segments))
 
-    def take_reply(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
+    def connect_back(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
         self.spend(self.world.costs.endpoint_s)
 
     def start_receive(self, read: RankRead) -> None:

@@ -39,7 +39,7 @@ from kvconnector.session import ConsumerSession
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
 from kvconnector.session.orders import LoadRequest, WantRequest
-from kvconnector.session.port import Port
+from kvconnector.session.port import Ports
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx import load_library
@@ -111,10 +111,10 @@ class _Session(ConsumerSession):
     """Greets the engine `name`, and keeps its ranks' answers; `error` is set if the engine was lost."""
 
     def __init__(
-        self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, port: Port
+        self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, ports: Ports
     ) -> None:
         orders = defaultdict[tuple[int, int], str](lambda: "NHD")
-        super().__init__(ours, RANK, peer, port, chunk_bytes=WARM_UP_BYTES, orders=orders)
+        super().__init__(ours, RANK, peer, ports, chunk_bytes=WARM_UP_BYTES, orders=orders)
         self.engine = self._engines.engine_of(name)
         self.patience_s = self._engines.patience_s(self.engine)
         self.replies: dict[Link, m.HelloReply] = {}
@@ -210,7 +210,7 @@ class PeerGreeting(ExitStack):
             outbox=Outbox(),
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        self._session = session = _Session(name, ours, config.peer, self._driver.port)
+        self._session = session = _Session(name, ours, config.peer, self._driver.ports)
         self._driver.consumer = session
         no_tokens = ((0, 0),) * ours.num_groups
         want = WantRequest("doctor", "doctor", new_secret(), name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kvconnector.errors import RemoteError, TransportError
+from kvconnector.errors import InternalError, RemoteError, TransportError
 
 if TYPE_CHECKING:
     from kvconnector.runtime import Scheduler
@@ -22,7 +22,7 @@ TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.
 
 def known_causes() -> list[str]:
     """Return the sorted names of the errors with which a load can end for reasons outside this worker."""
-    found, kinds = set(), [RemoteError, TransportError]
+    found, kinds = set(), [InternalError, RemoteError, TransportError]
     while kinds:
         kind = kinds.pop()
         found.add(kind.__name__)
@@ -67,6 +67,8 @@ class EngineMetrics:
         self._expired = metric(Counter, "leases_expired", text).labels(engine_id)
         text = "Producer ranks that a worker greeted and cannot read directly, by the reason."
         self._packed = metric(Counter, "packed_producers", text, "reason")
+        text = "Unexpected exceptions, each of which ended one request or one connection, by type."
+        self._contained = metric(Counter, "contained_exceptions", text, "type")
         in_flight = metric(Gauge, "loads_in_flight", "Requests whose KV cache is being loaded.")
         in_flight.labels(engine_id).set_function(lambda: scheduler.num_loading)
         text = "Finished requests whose blocks are kept for a consumer."
@@ -105,3 +107,5 @@ class EngineMetrics:
         self._expired.inc(stats.leases_expired)
         for reason, count in stats.packed.items():
             self._packed.labels(self._engine_id, reason).inc(count)
+        for name, count in stats.contained.items():
+            self._contained.labels(self._engine_id, name).inc(count)

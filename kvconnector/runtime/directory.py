@@ -71,9 +71,11 @@ class DirectoryService:
                     if isinstance(reply, m.Directory):
                         version = reply.wire_version
                     self.control.send(event.handle, encode(reply, version))
-                except KVConnectorError as error:
+                except Exception as error:
                     peer = self.control.peer_of(event.handle)
                     self._refusals.note(f"a request of {peer}", type(error).__name__, error)
+                    if not isinstance(error, KVConnectorError):
+                        logger.warning("this is a bug, please report it", exc_info=error)
                     self.control.disconnect(event.handle)
                     dropped.add(event.handle)
 

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 One turn: wait in the data path until something happens; take new work (control messages over the transport, the data
 path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
-batch. Sessions are pure: they get events and the time, and call a `Port`, which is the executor. The consequences of a
+batch. Sessions are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
 call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
@@ -27,7 +27,11 @@ after it has sent the messages that a session left for it.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all transfers
 of the worker, and the engine too if it is inline; an event that bypasses the queue may overtake one that a session
-relies on; a session's exception must leave its state as it was, since the driver goes on.
+relies on.
+
+Failure. An unexpected exception in a session ends one request or one link, see `session.containment`; one in a peer's
+message, before a session has it, ends the link. A `WorkerFault`, and any exception of the data path or the transport,
+ends the worker, see `driver_thread`.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
@@ -43,15 +48,21 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector.runtime.executor import Executor, hello_of, hello_reply
-from kvconnector.runtime.intake import Blocks, blocks_of
+from kvconnector.runtime.executor import hello_of, hello_reply, session_ports
+from kvconnector.runtime.intake import Blocks, orders_with_blocks
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.link import Link
-from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.orders import (
+    GrowRequest,
+    HoldRequest,
+    LoadRequest,
+    Order,
+    WithdrawRequest,
+)
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import decode_batch
@@ -64,7 +75,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event | None"]
+PostedStep: TypeAlias = tuple[Sequence[Order], list[Blocks], "torch.cuda.Event | None"]
 """A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
 BUSY_PUMP_S = 5e-3
@@ -105,26 +116,26 @@ class Driver:
         self.clock = datapath.clock
         self._events = datapath.events  # the consequences of a session's call come here, too
         self.links = Links(control, transport, config.control, report=self._events.append)
-        self.port = Executor(
-            config,
+        self.ports = session_ports(
             self.links,
             datapath,
-            outbox=outbox,
+            outbox,
             hello=hello_of(engine, rank, incarnation, config, transport),
+            slow_load_s=config.slow_load_s,
         )
         self.producer: ProducerSession | None = None
         self.consumer: ConsumerSession | None = None
         if config.role != "consumer":
             reply = hello_reply(config, pools, transport, datapath, incarnation)
             self.producer = ProducerSession(
-                engine, rank, reply, config.lease, config.peer.timeout_s, port=self.port
+                engine, rank, reply, config.lease, config.peer.timeout_s, ports=self.ports
             )
         if config.role != "producer":
             self.consumer = ConsumerSession(
                 engine,
                 rank,
                 config.peer,
-                self.port,
+                self.ports,
                 chunk_bytes=config.chunk_bytes(pools.device),
                 orders=pools.orders(),
                 stream=config.stream,
@@ -148,11 +159,13 @@ class Driver:
         """Number of events that no session has seen yet."""
         return len(self._events) + len(self._inbox)
 
-    def put(self, orders: Sequence[object]) -> None:
+    def put(self, orders: Sequence[Order]) -> None:
         """Leave orders for the next turn; for the engine's thread. Their blocks are copied after the work queued on its
         current stream.
         """
-        blocks = [] if self._context is None else blocks_of(orders)
+        blocks: list[Blocks] = []
+        if self._context is not None:
+            orders, blocks = orders_with_blocks(orders, self._outbox.note_contained)
         mark = self._context.make_mark() if self._context is not None and blocks else None
         self._inbox.append((orders, blocks, mark))
 
@@ -211,7 +224,8 @@ class Driver:
             for link, payload, is_proved in self.links.poll():
                 messages = self._take_messages(link, payload)
                 if is_proved:
-                    self._greet(link, messages)
+                    lost = partial(self._lose, link)
+                    guarded(lost, self._greet, link, messages)
         self._take_orders()
         self._tick_if_due()  # also if peers' messages take all of every turn
         self._work(inline=inline)
@@ -269,6 +283,11 @@ class Driver:
         sessions = (self.producer, self.consumer)
         return min([each.next_deadline() for each in sessions if each is not None])
 
+    def _lose(self, link: Link, error: Exception) -> None:
+        """End a link because of an unexpected exception."""
+        self._outbox.note_contained(f"the connection to {self.links.peer_of(link)}", error)
+        self.links.lose(link, failure_of(error))
+
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
         """Take the fields of greetings that are for links. They came on the channel that authenticates the peer."""
         for message in messages:
@@ -282,11 +301,16 @@ class Driver:
     def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
         """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
         try:
-            messages = decode_batch(payload)
-            events = [ev.event_of(link, message) for message in messages]
+            return self._queue_messages(link, payload)
         except KVConnectorError as error:
             self.links.lose(link, error)
-            return ()
+        except Exception as error:
+            self._lose(link, error)
+        return ()
+
+    def _queue_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
+        messages = decode_batch(payload)
+        events = [ev.event_of(link, message) for message in messages]
         if self.producer is not None and link.number < 0:
             self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
@@ -332,8 +356,7 @@ class Driver:
         ):
             # a lease that was not granted never ends, so its engine gets the blocks back now, unless it has another
             # lease under that name, whose end is reported for both
-            trace = HoldTrace(self.clock(), self.clock())
-            self.port.release(event.request_id, "aborted", trace)
+            self._outbox.released(event.request_id, "aborted", error=error)
 
 
 _PRODUCER_EVENTS = frozenset({GrowRequest, HoldRequest, WithdrawRequest, ev.SendOver})

@@ -28,9 +28,10 @@ everything, in the thread that used it. If a worker is collected without `close`
 inside any call, even in the driver's own thread: so it sets a flag, wakes the thread, and does not wait. `_close_all`
 closes what is left at the interpreter's exit.
 
-Failure. An exception of the driver is a bug or a failing machine, and ends this worker's transfers but not its engine:
-every request that the engine waits for ends. If copies could not be ended, requests that have blocks do not end either:
-the engine would give blocks that are still written to other requests.
+Failure. An exception that leaves the driver is one of the data path or the transport (others end one request or one
+link, see `session.containment`): a bug or a failing machine. It ends this worker's transfers but not its engine: every
+request that the engine waits for ends. If copies could not be ended, requests that have blocks do not end either: the
+engine would give blocks that are still written to other requests.
 
 What breaks if this changes: memory that is freed while a copy runs is corrupted without an error; a result reported
 before the release lets the engine reuse blocks too early; a wait in `abandon` can stop the interpreter in an unrelated
@@ -59,6 +60,7 @@ from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import MAX_SLEEP_S, Driver
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import LoadInFlight
+from kvconnector.session.orders import Order
 from kvconnector.topology import EngineGeometry
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ class DriverThread:
         thread.start()
         self._driver, self._thread = driver, thread
 
-    def put(self, orders: Sequence[object], *, inline_s: float = 0.0) -> None:
+    def put(self, orders: Sequence[Order], *, inline_s: float = 0.0) -> None:
         """Take orders from the engine's thread, after `begin`. With `inline_s` above 0, also work on them here, for
         `inline_s` seconds at most, unless that would take long.
         """

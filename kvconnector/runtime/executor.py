@@ -1,11 +1,12 @@
-"""The sessions' port, which acts through links, the data path and the outbox; and the content of greetings."""
+"""The sessions' ports, which act through links, the data path and the outbox; and the content of greetings."""
 
 from __future__ import annotations
 
 import logging
 import time
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -16,14 +17,17 @@ from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Incarnation, Rank
-from kvconnector.layout import Watermark
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import RequestTrace
 from kvconnector.session import events as ev
+from kvconnector.session.containment import WorkerFault
+from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
-from kvconnector.session.port import Port
+from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
+from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, Segment
@@ -38,30 +42,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Executor(Port):
-    """The sessions' way out, to links, data path and outbox. Immediate consequences go to the data path's events."""
+CallT = TypeVar("CallT", bound=Callable[..., None])
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        links: Links,
-        datapath: DataPath,
-        *,
-        outbox: Outbox,
-        hello: m.Hello,
-    ) -> None:
+
+def of_worker(call: CallT) -> CallT:
+    """Mark a call of the data path or the transport: an unexpected exception there ends the worker, since what these
+    share with the loop and the network may be torn.
+    """
+
+    @wraps(call)
+    def guarded(*arguments: object) -> None:
+        try:
+            call(*arguments)
+        except KVConnectorError:
+            raise
+        except Exception as error:
+            raise WorkerFault(f"{call.__name__} failed: {error!r}") from error
+
+    return cast("CallT", guarded)
+
+
+class SessionLinks(LinkPort):
+    """The sessions' connections to peers: their control channels, endpoints and mappings."""
+
+    def __init__(self, links: Links, datapath: DataPath, outbox: Outbox, hello: m.Hello) -> None:
         self._links = links
         self._datapath = datapath
         self._outbox = outbox
         self._hello = hello
-        self._slow_load_s = config.slow_load_s
-        # nothing of ours is in between where it would only pass on
-        sends, reads = datapath.sends, datapath.reads
-        self.send, self.begun = links.send, outbox.begun  # type: ignore[method-assign]
-        self.open_endpoint, self.probe = sends.open_endpoint, sends.probe  # type: ignore[method-assign]
-        self.start_send, self.stop_send = sends.submit, sends.stop  # type: ignore[method-assign]
-        self.expect_reads, self.start_receive = sends.expect, reads.submit  # type: ignore[method-assign]
-        self.stop_receive, self.drain_receive = reads.stop, datapath.receives.drain  # type: ignore[method-assign]
+
+    def send(self, link: Link, message: m.Message) -> None:
+        self._links.send(link, message)
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -70,6 +81,7 @@ class Executor(Port):
         except KVConnectorError as error:
             self._datapath.events.append(ev.LinkLost(link, error))
 
+    @of_worker
     def close_link(self, link: Link) -> None:
         self._datapath.sends.close_endpoint(link)
         self._datapath.receives.forget_warm_ups(link)
@@ -77,21 +89,10 @@ class Executor(Port):
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
-    def publish(self, key: bytes, watermark: Watermark) -> None:
-        if self._datapath.board is not None:  # otherwise nobody reads these pools
-            self._datapath.board.publish(key, watermark)
-
-    def retract(self, key: bytes) -> None:
-        if self._datapath.board is not None:
-            self._datapath.board.retract(key)
-
-    def met(self, engine_id: EngineId, summary: str) -> None:
-        logger.info("engine %s is met; here over there: %s", engine_id, summary)
-
-    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
+    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
         if link.handle is None:
             return
-        tag, nbytes = self._datapath.receives.expect_warm_up(link)
+        tag, nbytes = self._expect_warm_up(link)
         hello = msgspec.structs.replace(
             self._hello,
             warm_up_tag=tag,
@@ -101,7 +102,16 @@ class Executor(Port):
         )
         self._links.send(link, hello)
 
-    def take_reply(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
+    def _expect_warm_up(self, link: Link) -> tuple[int, int]:
+        try:
+            return self._datapath.receives.expect_warm_up(link)
+        except KVConnectorError:
+            raise
+        except Exception as error:
+            raise WorkerFault(f"no warm-up message can be received: {error!r}") from error
+
+    @of_worker
+    def connect_back(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
         if worker.link.handle is None:
             return
         if reply.transport_address:
@@ -126,10 +136,82 @@ class Executor(Port):
             "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
         )
 
-    def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
-        phases = trace.phases(self._datapath.clock(), time.time() - time.monotonic())
-        held = RequestTrace(request_id=request_id, kind="hold", outcome=outcome, phases=phases)
-        self._outbox.released(request_id, outcome, held)
+
+class SessionDataPath(DataPathPort):
+    """The sessions' reads and sends, and the lease board."""
+
+    def __init__(self, datapath: DataPath) -> None:
+        self._datapath = datapath
+
+    @of_worker
+    def open_endpoint(self, link: Link, hello: m.Hello) -> None:
+        self._datapath.sends.open_endpoint(link, hello)
+
+    @of_worker
+    def probe(self, link: Link, probe: m.Probe) -> None:
+        self._datapath.sends.probe(link, probe)
+
+    @of_worker
+    def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
+        self._datapath.sends.expect(blocks)
+
+    @of_worker
+    def start_send(self, send: Send) -> None:
+        self._datapath.sends.submit(send)
+
+    @of_worker
+    def stop_send(self, send: Send) -> None:
+        self._datapath.sends.stop(send)
+
+    @of_worker
+    def publish(self, key: bytes, watermark: Watermark) -> None:
+        if self._datapath.board is not None:  # otherwise nobody reads these pools
+            self._datapath.board.publish(key, watermark)
+
+    @of_worker
+    def retract(self, key: bytes) -> None:
+        if self._datapath.board is not None:
+            self._datapath.board.retract(key)
+
+    @of_worker
+    def start_receive(self, read: RankRead) -> None:
+        self._datapath.reads.submit(read)
+
+    @of_worker
+    def stop_receive(self, read: RankRead) -> None:
+        self._datapath.reads.stop(read)
+
+    @of_worker
+    def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
+        self._datapath.receives.drain(read, sent_chunks)
+
+
+class SessionReports(EnginePort):
+    """The sessions' reports to the engine, and to its log."""
+
+    def __init__(self, outbox: Outbox, clock: Callable[[], float], slow_load_s: float) -> None:
+        self._outbox = outbox
+        self._clock = clock
+        self._slow_load_s = slow_load_s
+
+    def log_peer_met(self, engine_id: EngineId, summary: str) -> None:
+        logger.info("engine %s is met; here over there: %s", engine_id, summary)
+
+    def begun(self, request_id: str) -> None:
+        self._outbox.begun(request_id)
+
+    def release(
+        self,
+        request_id: str,
+        outcome: str,
+        trace: HoldTrace | None,
+        error: KVConnectorError | None = None,
+    ) -> None:
+        held = None
+        if trace is not None:
+            phases = trace.phases(self._clock(), time.time() - time.monotonic())
+            held = RequestTrace(request_id=request_id, kind="hold", outcome=outcome, phases=phases)
+        self._outbox.released(request_id, outcome, held, error)
 
     def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
         if error is not None:
@@ -137,12 +219,29 @@ class Executor(Port):
             logger.debug("load of request %s failed: %s", load.request_id, error)
         outcome = "done" if error is None else type(error).__name__
         ahead_s = time.time() - time.monotonic()
-        trace = load.trace.ended(load.request_id, outcome, self._datapath.clock(), ahead_s)
+        trace = load.trace.ended(load.request_id, outcome, self._clock(), ahead_s)
         if 0.0 < self._slow_load_s < trace.waited_s:
             logger.warning("a load took %.3f s: %s", trace.waited_s, trace)
         self._outbox.load_ended(
             load.request_id, error, trace, filled_tokens=load.filled_tokens, extra=load.extra
         )
+
+    def fail_load(self, request_id: str, error: KVConnectorError) -> None:
+        self._outbox.load_ended(request_id, error)
+
+    def note_contained(self, subject: str, error: Exception) -> None:
+        self._outbox.note_contained(subject, error)
+
+
+def session_ports(
+    links: Links, datapath: DataPath, outbox: Outbox, *, hello: m.Hello, slow_load_s: float
+) -> Ports:
+    """Return the sessions' ways out. Immediate consequences go to the data path's events."""
+    return Ports(
+        SessionLinks(links, datapath, outbox, hello),
+        SessionDataPath(datapath),
+        SessionReports(outbox, datapath.clock, slow_load_s),
+    )
 
 
 def hello_of(

@@ -10,7 +10,7 @@ those of a packed read against the lease (`session/read_check.py`), those of a d
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import GroupBlocks
+from kvconnector.session.containment import failure_of
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -43,8 +44,11 @@ _NOT_TAKEN: dict[Role, frozenset[type]] = {
 }
 
 
-def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
-    """Return the step's orders, with an error in each that must be refused.
+def checked_orders(
+    step: StepMetadata, pools: Pools, role: Role, note_contained: Callable[[str, Exception], None]
+) -> list[Order]:
+    """Return the step's orders, with an error in each that must be refused. `note_contained` is told of those whose
+    check itself failed.
 
     Raises:
         LocalError: An order is for a role that this worker does not have.
@@ -62,8 +66,35 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
             except KVConnectorError as error:
                 logger.debug("request %s is refused: %s", order.request_id, error)
                 order = replace(order, error=error)  # noqa: PLW2901
+            except Exception as error:
+                order = _refused(order, error, note_contained)  # noqa: PLW2901
         orders.append(order)
     return orders
+
+
+def orders_with_blocks(
+    orders: Sequence[Order], note_contained: Callable[[str, Exception], None]
+) -> tuple[list[Order], list[Blocks]]:
+    """Return the orders, and the blocks of those that are not refused. An order whose blocks cannot be listed gets an
+    error: nothing could make its copies wait for the engine's kernels.
+    """
+    taken: list[Order] = []
+    blocks: list[Blocks] = []
+    for order in orders:
+        try:
+            blocks += blocks_of((order,))
+        except Exception as error:
+            taken.append(_refused(order, error, note_contained))
+        else:
+            taken.append(order)
+    return taken, blocks
+
+
+def _refused(
+    order: Order, error: Exception, note_contained: Callable[[str, Exception], None]
+) -> Order:
+    note_contained(f"request {order.request_id}", error)
+    return replace(order, error=failure_of(error))
 
 
 def blocks_of(orders: Sequence[object]) -> list[Blocks]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
+from kvconnector.errors import (
+    KVConnectorError,
+    LeaseExpiredError,
+    LocalProtocolError,
+    TransferAbortedError,
+)
+from kvconnector.folded_log import FoldedLog
 from kvconnector.session import RequestTrace, WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
@@ -55,6 +62,7 @@ class Outbox:
 
             self._spin = FlagWait()
         self._lock = threading.RLock()
+        self._bugs = FoldedLog(logger)
         self._loads: dict[str, bool] = {}
         """Loads that the engine waits for. True if it has asked for the load, False while it waits until it may."""
         self._leases: dict[str, LeaseOrder] = {}
@@ -174,8 +182,16 @@ class Outbox:
             for request_id in holds:
                 self.released(request_id, "aborted")
 
-    def released(self, request_id: str, outcome: str, trace: RequestTrace | None = None) -> None:
-        """Report that the producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""
+    def released(
+        self,
+        request_id: str,
+        outcome: str,
+        trace: RequestTrace | None = None,
+        error: KVConnectorError | None = None,
+    ) -> None:
+        """Report that the producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`; `error`
+        is the reason if it is not "released".
+        """
         with self._lock:
             lease = self._leases.pop(request_id, None)
             if request_id in self._given_up:
@@ -188,9 +204,9 @@ class Outbox:
                     "the lease ended before every consumer had confirmed its read"
                 )
                 ended.failed_sending[request_id] = _text(error)
-            elif lease is not None and lease.error is not None:
-                ended.failed_sending[request_id] = _text(lease.error)
-                _count(ended.stats.failures, type(lease.error).__name__)
+            elif lease is not None and (error := lease.error or error) is not None:
+                ended.failed_sending[request_id] = _text(error)
+                _count(ended.stats.failures, type(error).__name__)
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_sending.add(request_id)
@@ -202,6 +218,24 @@ class Outbox:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
             self._ring()
+
+    def note_contained(self, subject: str, error: Exception) -> None:
+        """Log and count an exception that ended only `subject`. Refusals by one of our own errors are no bugs: whoever
+        they concern is told.
+        """
+        if isinstance(error, KVConnectorError) and not isinstance(error, LocalProtocolError):
+            logger.debug("%s ends: %s", subject, error)
+            return
+        with self._lock:
+            _count(self._unreported.stats.contained, type(error).__name__)
+            self._ring()
+        # many bugs are one bug many times: the traceback is the same
+        place = _place_of(error)
+        self._bugs.warn(
+            f"{type(error).__name__} at {place}",
+            f"{subject} was ended by an unexpected exception at {place}, and nothing else; this is a bug, please report"
+            f" it:\n{''.join(traceback.format_exception(error)).rstrip()}",
+        )
 
     def read_packed(self, reason: str) -> None:
         """Count a producer rank whose pools cannot be read from here. This wakes no thread."""
@@ -296,6 +330,12 @@ def _has_blocks(lease: LeaseOrder) -> bool:
 
 def _lost() -> TransferAbortedError:
     return TransferAbortedError("the engine gave up its loads")
+
+
+def _place_of(error: Exception) -> str:
+    """Return the line in which an exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
 
 
 def _count(times: dict[str, int], reason: str) -> None:

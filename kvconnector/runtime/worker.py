@@ -21,7 +21,7 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
-from kvconnector.runtime.intake import blocks_of, checked_orders
+from kvconnector.runtime.intake import checked_orders, orders_with_blocks
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tensors import cache_groups
@@ -225,10 +225,10 @@ class Worker:
             self._check_engine(step.engine, pools)
             thread.begin(step.engine, self._incarnation)
             self._engine = step.engine
-        orders = checked_orders(step, pools, self._config.role)
+        orders = checked_orders(step, pools, self._config.role, self._outbox.note_contained)
         if orders:
             if self._config.role != "consumer":
-                self._layers = StepLayers(orders, pools)
+                self._layers = self._layers_of(orders, pools)
             withdrawn = self._outbox.expect(orders)
             thread.put(orders, inline_s=began_s + START_STEP_S - time.monotonic())
             if withdrawn:
@@ -289,8 +289,16 @@ class Worker:
         Raises:
             LocalError: no caches are registered.
         """
-        if self._layers is not None and (events := self._layers.written(layer)):
-            self._registered().put(events)
+        if self._layers is None:
+            return
+        try:
+            orders = self._layers.written(layer)
+        except Exception as error:
+            self._layers = None
+            self._outbox.note_contained("the report of this step by layers", error)
+            return
+        if orders:
+            self._registered().put(orders)
 
     def poll(self) -> WorkerOutput:
         """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has work but
@@ -332,12 +340,21 @@ class Worker:
         if self._finalizer is not None:
             self._finalizer.detach()
 
+    def _layers_of(self, orders: Sequence[Order], pools: Pools) -> StepLayers | None:
+        """Return the layers of a step, or None: then consumers read the step as a whole."""
+        try:
+            return StepLayers(orders, pools)
+        except Exception as error:
+            self._outbox.note_contained("the report of this step by layers", error)
+            return None
+
     def _without_blocks(self, orders: Sequence[Order]) -> tuple[Order, ...]:
         """Refuse the orders that name blocks. Returns the others, with ends of the refused requests in their place."""
         error = LocalError("the engine sleeps: its caches have no memory")
         taken: list[Order] = []
         for order in orders:
-            if any(group.num_blocks for blocks in blocks_of((order,)) for group in blocks):
+            (order,), blocks = orders_with_blocks((order,), self._outbox.note_contained)  # noqa: PLW2901
+            if blocks and any(group.num_blocks for group in blocks[0]):
                 self.refuse((order,), error)
                 # otherwise heartbeats keep a producer's lease forever, or followers wait for the prompt
                 ending = DropRequest if isinstance(order, LoadRequest) else WithdrawRequest

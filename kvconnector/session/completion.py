@@ -70,7 +70,8 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerStats(msgspec.Struct, kw_only=True):
     """A worker's transfers since its last output. `failures` has a count by error type; `packed` has the number of
-    greeted producer ranks that it cannot read directly, by the reason. Only some outputs have `loading`.
+    greeted producer ranks that it cannot read directly, by the reason; `contained` the number of unexpected exceptions
+    that ended one request or connection, by type. Only some outputs have `loading`.
     """
 
     failures: dict[str, int] = {}
@@ -78,6 +79,7 @@ class WorkerStats(msgspec.Struct, kw_only=True):
     traces: list[RequestTrace] = []
     loading: tuple[LoadInFlight, ...] = ()
     packed: dict[str, int] = {}
+    contained: dict[str, int] = {}
 
     def merged(self, other: WorkerStats) -> WorkerStats:
         """Return the sum of both."""
@@ -87,6 +89,7 @@ class WorkerStats(msgspec.Struct, kw_only=True):
             traces=self.traces + other.traces,
             loading=self.loading + other.loading,
             packed=dict(Counter(self.packed) + Counter(other.packed)),
+            contained=dict(Counter(self.contained) + Counter(other.contained)),
         )
 
     @property

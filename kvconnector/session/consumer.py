@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
@@ -24,11 +25,18 @@ from kvconnector.ids import Rank
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.completion import LoadInFlight
+from kvconnector.session.containment import (
+    WorkerFault,
+    failure_of,
+    guarded,
+    is_refusal,
+    settle,
+)
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.port import NEVER, Port
+from kvconnector.session.port import NEVER, Ports
 from kvconnector.session.reads import RankRead, Reads
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -48,7 +56,7 @@ class ConsumerSession:
         geometry: EngineGeometry,
         rank: Rank,
         peer: PeerConfig,
-        port: Port,
+        ports: Ports,
         *,
         chunk_bytes: int,
         orders: Mapping[tuple[int, int], str],
@@ -65,19 +73,31 @@ class ConsumerSession:
         self.next_deadline = self._agenda.next_deadline
         self._backlog: deque[tuple[ev.EngineReady | ev.EngineLost, Iterator[Load]]] = deque()
         self._progress_at = 0.0
-        self._port = port
-        self._reads = Reads(port, self._agenda, drain_timeout_s=self._timeout_s)
+        self._data, self._links, self._engine = ports.data, ports.links, ports.engine
+        self._reads = Reads(ports, self._agenda, drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
         self._engines = RemoteEngines(
-            topology, peer, orders, self._agenda, port, on_change=self._engine_changed
+            topology, peer, orders, self._agenda, ports, on_change=self._engine_changed
         )
 
     def handle(self, event: object, now: float) -> None:
-        """Handle an event. No other method changes loads and engines.
+        """Handle an event. No other method changes loads and engines. An unexpected exception ends one load or the
+        links to one engine: see `containment`.
 
         Raises:
-            LocalError: the engine asked for a load twice, or for a load of an unknown request.
+            LocalError: the engine asked for a load twice, or for a load of an unknown request; nothing has changed.
+            WorkerFault: the worker cannot go on.
         """
+        try:
+            self._handle(event, now)
+        except WorkerFault:
+            raise
+        except Exception as error:
+            if is_refusal(event, error):
+                raise
+            settle(self._contain, event, error, now)
+
+    def _handle(self, event: object, now: float) -> None:
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
             self._fail_if_lost(event.read, now)
@@ -113,10 +133,10 @@ class ConsumerSession:
         loads = () if engine is None else engine.loads.following(event.message.transfer_id)
         for load in loads:
             if event.message.secret in ("", load.key.secret):
-                load.accept(event, now)
-                self._take_report(load, event, now)
+                guarded(partial(self._end_load, load, now), self._take_report, load, event, now)
 
     def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
+        load.accept(event, now)
         try:
             is_new = load.record_progress(event.link.number, event.message)
         except KVConnectorError as error:
@@ -136,7 +156,7 @@ class ConsumerSession:
         is_first = load.asked is None and not load.has_begun
         load.has_begun = True
         if is_first:
-            self._port.begun(load.request_id)
+            self._engine.begun(load.request_id)
 
     def _load_asked(self, event: LoadRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
@@ -184,13 +204,14 @@ class ConsumerSession:
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> None:
         read = event.read
         if read.is_stopped:  # the peer never learns of this read
-            self._port.drain_receive(read, None if read.is_peer_over else 0)
+            self._data.drain_receive(read, None if read.is_peer_over else 0)
             return
         load = read.load
         load.accept(event, now)
-        read.is_asked = load.trace.is_packed = True
+        load.trace.is_packed = True
         self._give_until(load, now + self._timeout_s)
-        self._port.send(read.worker.link, read.message())
+        self._links.send(read.worker.link, read.message())
+        read.is_asked = True
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
         load = event.read.load
@@ -236,22 +257,27 @@ class ConsumerSession:
             self._advance(load, now)  # its engine is ready: a loss would be the load's error
 
     def _read_cut_short(self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
-        ended, engine = event.message, self._engines.ready_at(event.link)
-        read = None if engine is None else engine.reads.get(ended.read_id)
-        # a peer may end only its own reads, once, and only after it was asked for them
-        if (
-            read is None
-            or read.worker.link is not event.link
-            or not read.is_asked
-            or read.is_peer_over
-        ):
+        ended, read = event.message, self._read_named(event)
+        # a peer may end a read once, and only after it was asked for it
+        if read is None or not read.is_asked or read.is_peer_over:
             return
-        sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
-        self._reads.peer_over(read, sent_chunks, now)
+        self._peer_ended(read, ended, now)
         if not read.is_stopped:
             read.load.accept(event, now)
             error = refusal_error(ended.refusal, ended.text, rank=str(read.source.source))
             self._fail(read.load, error, now)
+
+    def _read_named(self, event: ev.FromPeer[Any]) -> RankRead | None:
+        """Return the read that a producer worker says has ended, if it is one from that worker."""
+        if not isinstance(event.message, m.ReadRefused | m.ReadEnded):
+            return None
+        engine = self._engines.ready_at(event.link)
+        read = None if engine is None else engine.reads.get(event.message.read_id)
+        return read if read is not None and read.worker.link is event.link else None
+
+    def _peer_ended(self, read: RankRead, ended: m.ReadRefused | m.ReadEnded, now: float) -> None:
+        sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
+        self._reads.peer_over(read, sent_chunks, now)
 
     def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> None:
         """Begin the loads that wait for an engine that is ready, or fail those that depend on one that is lost."""
@@ -263,9 +289,9 @@ class ConsumerSession:
         else:
             for read in engine.reads.values():
                 read.is_peer_over = True
-            for read in engine.reads.values():
+            for read in [*engine.reads.values()]:
                 if read.is_asked:  # these have slots, so there are few of them
-                    self._fail_if_lost(read, now)
+                    guarded(partial(self._end_load, read.load, now), self._fail_if_lost, read, now)
                     self._reads.peer_over(read, None, now)
         self._work_off(now)
 
@@ -286,16 +312,23 @@ class ConsumerSession:
                 self._backlog.popleft()
                 continue
             left -= 1
-            if load not in load.engine.loads.turns:
-                continue  # it ended in the meantime
-            if isinstance(event, ev.EngineLost):
-                load.accept(event, now)
-                self._fail(load, event.error, now)
-            elif load.engine.is_ready and load.state is LoadState.CONNECTING:
-                load.accept(event, now)
-                self._advance(load, now)
+            if load in load.engine.loads.turns:  # otherwise it ended in the meantime
+                guarded(
+                    partial(self._end_load, load, now), self._engine_changed_for, load, event, now
+                )
         if self._backlog:
             self._agenda.plan(self, AT_ONCE)
+
+    def _engine_changed_for(
+        self, load: Load, event: ev.EngineReady | ev.EngineLost, now: float
+    ) -> None:
+        """Begin a load whose engine is ready, or fail it with its engine."""
+        if isinstance(event, ev.EngineLost):
+            load.accept(event, now)
+            self._fail(load, event.error, now)
+        elif load.engine.is_ready and load.state is LoadState.CONNECTING:
+            load.accept(event, now)
+            self._advance(load, now)
 
     def _lose(self, link: Link, error: KVConnectorError, now: float) -> None:
         """Give up the engine at `link`."""
@@ -315,9 +348,9 @@ class ConsumerSession:
     def _tick(self, event: ev.Tick, now: float) -> None:
         for thing in self._agenda.due(now):
             if isinstance(thing, Load):
-                self._load_due(thing, event, now)
+                guarded(partial(self._end_load, thing, now), self._load_due, thing, event, now)
             elif isinstance(thing, RankRead):
-                self._read_due(thing, now)
+                guarded(partial(self._give_up_peer, thing, now), self._read_due, thing, now)
             elif isinstance(thing, RemoteEngine):
                 self._engines.tick(thing, event, now)
             else:
@@ -367,13 +400,113 @@ class ConsumerSession:
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> None:
         """End a load: report it to the engine, if the engine asked for it, and then to the producer's ranks."""
         ending = load.end(error)
+        if load.asked is not None:
+            self._engine.finish_load(load, error)
+        load.is_reported = True
+        self._forget(load)
+        self._engines.end_transfer(load.engine.name, ending, now)
+
+    def _forget(self, load: Load) -> None:
+        """Remove a load that is over. Idempotent."""
         self._agenda.forget(load)
         load.engine.loads.remove(load)
-        self._asked.pop(load.request_id, None)
-        del self._loads[load.request_id]
-        if load.asked is not None:
-            self._port.finish_load(load, error)
-        self._engines.end_transfer(load.engine.name, ending, now)
+        if self._loads.get(load.request_id) is load:
+            del self._loads[load.request_id]
+            self._asked.pop(load.request_id, None)
+
+    # -- containment --
+
+    def _contain(self, event: object, error: Exception, now: float) -> None:
+        """End what an event was about, whose handler has raised an unexpected exception."""
+        if isinstance(event, ev.OfReceive):
+            self._report_counts(event, now)
+            self._end_load(event.read.load, now, error)
+        elif isinstance(event, WantRequest | LoadRequest | DropRequest):
+            self._contain_order(event, error, now)
+        elif isinstance(event, ev.FromPeer) and isinstance(event.message, m.Progress):
+            self._engine.note_contained(f"progress of {event.message.transfer_id}", error)
+            engine = self._engines.ready_at(event.link)
+            for load in () if engine is None else engine.loads.following(event.message.transfer_id):
+                self._stop_load(load, now, error)
+        elif isinstance(event, ev.FromPeer) and (read := self._read_named(event)) is not None:
+            if read.is_asked and not read.is_peer_over:
+                self._peer_ended(read, event.message, now)
+            self._end_load(read.load, now, error)
+        else:
+            self._engine.note_contained(f"a {ev.kind_of(event).__name__}", error)
+
+    def _contain_order(
+        self, order: WantRequest | LoadRequest | DropRequest, error: Exception, now: float
+    ) -> None:
+        load = self._loads.get(order.request_id)
+        if load is not None:
+            if isinstance(order, LoadRequest) and load.asked is None:
+                load.asked = order
+            self._end_load(load, now, error)
+            if isinstance(order, DropRequest) and load.asked is None:  # nobody will ask for it
+                self._forget(load)
+                load.is_reported = True
+                self._engines.end_transfer(load.engine.name, load.abort(), now)
+            return
+        self._engine.note_contained(f"request {order.request_id}", error)
+        if isinstance(order, LoadRequest):
+            self._engine.fail_load(order.request_id, failure_of(error))
+        elif isinstance(order, WantRequest) and order.is_followed:
+            self._engine.begun(
+                order.request_id
+            )  # its load then fails, as this worker does not know the request
+
+    def _report_counts(self, event: ev.OfReceive, now: float) -> None:
+        """Apply what a report of the data path says about a read, whatever its handler has applied. Idempotent."""
+        read = event.read
+        if isinstance(event, ev.ReceiveFinished | ev.ReceiveStopped | ev.ReceiveFailed):
+            read.load.reads.pop(read.read_id, None)
+        if isinstance(event, ev.ReceiveFinished | ev.ReceiveDrained):
+            self._reads.close(read)
+        elif isinstance(event, ev.ReceivePosted) and not read.is_asked:
+            self._reads.stop(read, now)
+            self._data.drain_receive(read, None if read.is_peer_over else 0)
+        elif not isinstance(event, ev.ReceiveAdvanced):
+            self._stop_or_lose(read, now)
+
+    def _end_load(self, load: Load, now: float, error: Exception) -> None:
+        """End a load in whose handling an exception was raised, and note it."""
+        self._engine.note_contained(f"request {load.request_id}", error)
+        self._stop_load(load, now, error)
+
+    def _stop_load(self, load: Load, now: float, error: Exception) -> None:
+        """End a torn load: see `containment`. Each step may be repeated."""
+        if load.is_reported:
+            self._forget(load)
+            return
+        if load.error is None:
+            load.error = failure_of(error)
+        load.deadline = NEVER
+        self._agenda.forget(load)
+        load.engine.loads.remove(load)
+        for read in [*load.reads.values()]:
+            self._stop_or_lose(read, now)
+        if load.asked is None:
+            load.has_begun = True
+            if load.is_followed:
+                self._engine.begun(load.request_id)
+        elif load.reads:
+            load.force(LoadState.DRAINING, now)
+        else:
+            self._forget(load)
+            load.force(LoadState.FAILED, now)
+            self._engine.fail_load(load.request_id, load.error)
+            load.is_reported = True
+            self._engines.end_transfer(load.engine.name, load.abort(), now)
+
+    def _stop_or_lose(self, read: RankRead, now: float) -> None:
+        """Stop a read. If its peer cannot be asked to stop sending, give up the peer."""
+        guarded(partial(self._give_up_peer, read, now), self._reads.stop, read, now)
+
+    def _give_up_peer(self, read: RankRead, now: float, error: Exception) -> None:
+        """Give up the engine of a read that cannot be ended there, and free the read's slots."""
+        self._engines.contain(read.worker.engine, now, error)
+        self._reads.peer_over(read, None, now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         WantRequest: _wanted,

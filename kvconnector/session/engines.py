@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from math import ceil
 from typing import Any
@@ -19,9 +20,10 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_routes
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
+from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.link import Link
 from kvconnector.session.orders import WantRequest
-from kvconnector.session.port import Port
+from kvconnector.session.port import Ports
 from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
@@ -59,14 +61,14 @@ class RemoteEngines:
         settings: PeerConfig,
         orders: Mapping[tuple[int, int], str],
         agenda: Agenda[Any],
-        port: Port,
+        ports: Ports,
         *,
         on_change: Callable[[ev.EngineReady | ev.EngineLost, float], None],
     ) -> None:
         self._topology = topology
         self._orders = orders
         self._settings = settings
-        self._port = port
+        self._links, self._engine = ports.links, ports.engine
         self._on_change = on_change
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._link_numbers = count(1)
@@ -96,6 +98,9 @@ class RemoteEngines:
     def want(self, event: WantRequest, now: float) -> None:
         """Greet the engine of a new load, unless it was greeted already."""
         engine = self.engine_of(event.engine)
+        guarded(partial(self.contain, engine, now), self._want, engine, event, now)
+
+    def _want(self, engine: RemoteEngine, event: WantRequest, now: float) -> None:
         engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
             self._begin(engine, now)
@@ -111,12 +116,19 @@ class RemoteEngines:
         self.agenda.plan(engine, engine.deadline)
 
     def handle(self, event: Any, now: float) -> None:
-        """Handle an event of a link. Events of closed links are stale and change nothing."""
+        """Handle an event of a link. Events of closed links are stale and change nothing. An unexpected exception ends
+        the links to the engine.
+        """
         there: RemoteEngine | RemoteWorker | None = event.link.there
         if there is None:
             return
         worker = there if isinstance(there, RemoteWorker) else None
         engine = there.engine if isinstance(there, RemoteWorker) else there
+        guarded(partial(self.contain, engine, now), self._of_link, engine, worker, event, now)
+
+    def _of_link(
+        self, engine: RemoteEngine, worker: RemoteWorker | None, event: Any, now: float
+    ) -> None:
         kind = ev.kind_of(event)
         if kind is ev.LinkLost:
             self._lose(engine, event, event.error, now)
@@ -137,14 +149,26 @@ class RemoteEngines:
     def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         """Handle the deadline of an engine."""
         if now >= engine.deadline:
-            self._due(engine, event, now)
+            guarded(partial(self.contain, engine, now), self._due, engine, event, now)
+        self.agenda.plan(engine, engine.deadline)
+
+    def contain(self, engine: RemoteEngine, now: float, error: Exception) -> None:
+        """Give up an engine's links after an unexpected exception, whatever that left half done."""
+        self._engine.note_contained(f"the connection to engine {engine.name.engine_id}", error)
+        is_known = (
+            self._engines.get(engine.name) is engine
+        )  # otherwise it was idle, and is forgotten
+        engine.force(EngineState.BACKOFF if is_known else EngineState.UNKNOWN, now)
+        self._set_back(engine, failure_of(error), now)
         self.agenda.plan(engine, engine.deadline)
 
     def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort, now: float) -> None:
         """Notify every worker of the engine that a transfer is over here, now or once it has greeted us."""
         engine = self._engines.get(name)
-        if engine is None:
-            return
+        if engine is not None:
+            guarded(partial(self.contain, engine, now), self._end_transfer, engine, ending, now)
+
+    def _end_transfer(self, engine: RemoteEngine, ending: m.Done | m.Abort, now: float) -> None:
         engine.idle_since = now
         if engine.is_ready:
             self._send_to_all(engine, ending)
@@ -153,7 +177,7 @@ class RemoteEngines:
 
     def _send_to_all(self, engine: RemoteEngine, message: m.Message) -> None:
         for worker in engine.workers.values():
-            self._port.send(worker.link, message)
+            self._links.send(worker.link, message)
 
     def _begin(self, engine: RemoteEngine, now: float) -> None:
         """Greet an engine, now or when its turn comes."""
@@ -186,8 +210,8 @@ class RemoteEngines:
         # a guess that is right for an engine like ours. Its geometry will show which ranks we need
         ours, rank = self._topology.engine, self._topology.rank
         name = engine.name
-        self._port.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
-        self._port.send(link, look_up(name, (rank,), ours))
+        self._links.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
+        self._links.send(link, look_up(name, (rank,), ours))
 
     def _directory(self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float) -> None:
         directory = event.message
@@ -206,7 +230,7 @@ class RemoteEngines:
                         wanted=[str(rank) for rank in holders],
                     )
                 engine.has_named_ranks = True
-                self._port.send(event.link, look_up(engine.name, holders, geometry))
+                self._links.send(event.link, look_up(engine.name, holders, geometry))
                 return
             engine.routes = plan_routes(self._topology, geometry, self._orders)
             engine.num_groups = geometry.num_groups
@@ -214,7 +238,7 @@ class RemoteEngines:
             self._lose(engine, event, error, now)
             return
         self._close(engine)
-        self._port.met(engine.name.engine_id, self._topology.describe(geometry))
+        self._engine.log_peer_met(engine.name.engine_id, self._topology.describe(geometry))
         if not holders:  # this rank reads nothing from it, so there is nothing to wait for
             self._ready_now(engine, now)
             return
@@ -227,8 +251,8 @@ class RemoteEngines:
             theirs = geometry.rank_geometry(rank)
             worker = RemoteWorker(engine, link, theirs, now, self._settings.timeout_s)
             engine.workers[rank] = link.there = worker
-            self._port.open_link(link, entry.control_address, entry.public_key, version)
-            self._port.greet(link, segments.get(rank, ()))
+            self._links.open_link(link, entry.control_address, entry.public_key, version)
+            self._links.send_hello(link, segments.get(rank, ()))
 
     def _of_worker(
         self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float
@@ -248,7 +272,7 @@ class RemoteEngines:
                 self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
                 return
             worker.greeted_by(reply, now)
-            self._port.take_reply(worker, reply)
+            self._links.connect_back(worker, reply)
         elif event.error is not None:
             self._lose(engine, event, event.error, now)
             return
@@ -334,7 +358,7 @@ class RemoteEngines:
         for worker in engine.workers.values():
             number = worker.heartbeat_sent(now)
             beat = m.Heartbeat(transfers=transfers, number=number, followed=followed)
-            self._port.send(worker.link, beat)
+            self._links.send(worker.link, beat)
 
     def _lose(self, engine: RemoteEngine, event: Any, error: KVConnectorError, now: float) -> None:
         engine.accept(event, now)
@@ -342,13 +366,17 @@ class RemoteEngines:
         worker = None if isinstance(event, ev.Tick) else event.link.there
         if isinstance(worker, RemoteWorker):
             error.context.setdefault("rank", str(worker.geometry.rank))
+        engine.move(EngineState.BACKOFF)
+        self._set_back(engine, error, now)
+
+    def _set_back(self, engine: RemoteEngine, error: KVConnectorError, now: float) -> None:
+        """Close an engine's links, and fail the loads that depend on it. It may be greeted again after a pause."""
         self._close(engine)
         self._leave_queue(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.unsent_endings.clear()  # the engine's leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
-        engine.move(EngineState.BACKOFF)
         engine.loss = ev.EngineLost(engine, error)
         self._on_change(engine.loss, now)
 
@@ -365,8 +393,9 @@ class RemoteEngines:
         links = [worker.link for worker in engine.workers.values()]
         if engine.directory_link is not None:
             links.insert(0, engine.directory_link)
-        engine.workers = {}
-        engine.directory_link = None
+        # listed until they are closed: an exception in between must not leave one open
         for link in links:
             link.there = None
-            self._port.close_link(link)
+            self._links.close_link(link)
+        engine.workers = {}
+        engine.directory_link = None

@@ -142,6 +142,7 @@ class Lease(Tracked[LeaseState]):
         self.sends: dict[Send, None] = {}
         self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
+        self.is_reported = False
         self.extra = b""
 
     def __repr__(self) -> str:

@@ -113,7 +113,8 @@ class Load(Tracked[LoadState]):
     `left[group]` are the tokens that no read covers yet; of `begun` only some layers are covered. The first
     `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report of each producer
     worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the prompt, and the
-    engine asks for the load once it `has_begun`. It is given up at `deadline`, unless it makes progress before.
+    engine asks for the load once it `has_begun`. It is given up at `deadline`, unless it makes progress before. Once
+    `is_reported` the engine knows its end.
     """
 
     def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
@@ -132,6 +133,7 @@ class Load(Tracked[LoadState]):
         self.reads: dict[int, RankRead] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
+        self.is_reported = False
         self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
 
     def __repr__(self) -> str:
@@ -289,6 +291,10 @@ class Load(Tracked[LoadState]):
             state = _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
         self.move(state)
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
+
+    def abort(self) -> m.Abort:
+        """Return the message that gives up the transfer at the producer's workers."""
+        return m.Abort(transfer_id=self.key.transfer_id, secret=self.key.secret)
 
     def in_flight(self, rank: str, now: float) -> LoadInFlight:
         """Return the load's progress in bytes. Any thread may call this."""

@@ -4,9 +4,10 @@ Theory of operation of this room
 --------------------------------
 
 *Sessions.* A worker has up to two: a `ProducerSession` and a `ConsumerSession`. `handle(event, now)` takes an event and
-calls methods of a `Port`; `next_deadline()` returns the time of the next `Tick`. There is no other way in or out.
+calls methods of its `Ports`; `next_deadline()` returns the time of the next `Tick`. There is no other way in or out.
 Events are orders of the engine, messages from peers, reports from the data path and from links, and ticks. The port's
-methods return nothing and never call the session back. Their results arrive as later events.
+methods return nothing and never call the session back. Their results arrive as later events. An exception that a
+handler did not expect ends one request or one link: see `containment`.
 
 *Threads and time.* A session has no thread, lock or clock. Only the thread that holds the driver lock calls it.
 `now` is the driver's monotonic clock and never goes back. `in_flight` alone may be called from any thread.
@@ -41,7 +42,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from kvconnector.errors import LocalProtocolError
+from kvconnector.errors import InternalError, LocalProtocolError
 from kvconnector.session.events import kind_of
 
 StateT = TypeVar("StateT", bound=Enum)
@@ -103,6 +104,14 @@ class Tracked(Generic[StateT]):
         kind = self._kind
         assert kind is not None, self._label
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
+        self._record(target, kind)
+
+    def force(self, target: StateT, now: float) -> None:
+        """Go to `target` from any state, after an unexpected exception: see `containment`."""
+        self._now = now
+        self._record(target, InternalError)
+
+    def _record(self, target: StateT, kind: type) -> None:
         if target is not self.state:
             if self._steps is None:  # created late: thousands of queued records have not moved yet
                 self._steps = deque(maxlen=STORY_LENGTH)

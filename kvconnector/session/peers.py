@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -14,10 +15,11 @@ from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
+from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.session.port import Port
+from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
@@ -111,7 +113,7 @@ class EarlyEvents:
 
     def keep(self, peer: Peer, event: EarlyEvent, until: float) -> bool:
         """Keep an event. Returns False if there is no room."""
-        name, nbytes = _name_of(event), _nbytes(event)
+        name, nbytes = name_of(event), _nbytes(event)
         if name in peer.early:
             return True
         if self._nbytes + nbytes > MAX_EARLY_BYTES:
@@ -133,7 +135,7 @@ class EarlyEvents:
         peer = same.pop(event)
         if not same:
             del self._by_transfer[event.message.transfer_id]
-        del peer.early[_name_of(event)]
+        del peer.early[name_of(event)]
         self._nbytes -= _nbytes(event)
         self._agenda.forget(event)
         return peer
@@ -147,15 +149,16 @@ class EarlyEvents:
     def remove_lost(self) -> None:
         """Remove at most `MAX_AT_ONCE` events of a lost peer."""
         peer = self._lost[0]
+        self._agenda.plan(self, AT_ONCE)
         for event in [*islice(peer.early.values(), MAX_AT_ONCE)]:
             self.remove(event)
         if not peer.early:
             self._lost.popleft()
-        if self._lost:
-            self._agenda.plan(self, AT_ONCE)
+        if not self._lost:
+            self._agenda.forget(self)
 
 
-def _name_of(event: EarlyEvent) -> int | m.TransferKey:
+def name_of(event: EarlyEvent) -> int | m.TransferKey:
     """Return the name under which a peer has at most one event: the number of a read, else the message itself."""
     return event.message.read_id if isinstance(event.message, m.Read) else event.message
 
@@ -179,7 +182,7 @@ class Peers:
         reply: m.HelloReply,
         timeout_s: float,
         agenda: Agenda[Any],
-        port: Port,
+        ports: Ports,
         *,
         on_lost: Callable[[Peer], None],
     ) -> None:
@@ -187,7 +190,7 @@ class Peers:
         self._reply = reply
         self._timeout_s = timeout_s
         self._agenda = agenda
-        self._port = port
+        self._links, self._data, self._engine = ports.links, ports.data, ports.engine
         self._on_lost = on_lost
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
@@ -197,11 +200,14 @@ class Peers:
         return peer if peer is not None and peer.state is PeerState.READY else None
 
     def end_send(self, send: Send) -> None:
-        """Remove a send that is over. A lost peer is forgotten with its last one."""
-        peer: Peer = send.link.there
-        del peer.sends[send.read.read_id]
+        """Remove a send that is over. A lost peer is forgotten with its last one. Idempotent."""
+        peer: Peer | None = send.link.there
+        if peer is not None and peer.sends.pop(send.read.read_id, None) is not None:
+            self._forget_if_lost(peer)
+
+    def _forget_if_lost(self, peer: Peer) -> None:
         if peer.is_lost and not peer.sends:
-            send.link.there = None
+            peer.link.there = None
 
     def keep_alive(self, link: Link, now: float) -> None:
         """Record that a message came on `link`, so the worker there is alive."""
@@ -210,7 +216,19 @@ class Peers:
             peer.last_message_at = now
 
     def handle(self, event: Any, now: float) -> None:
-        """Handle an event of a link."""
+        """Handle an event of a link. An unexpected exception ends the link."""
+        guarded(partial(self.contain, event.link, now), self._of_link, event, now)
+
+    def contain(self, link: Link, now: float, error: Exception) -> None:
+        """Give up a consumer worker after an unexpected exception, whatever that left half done."""
+        self._engine.note_contained(f"link {link.number}", error)
+        peer: Peer | None = link.there
+        if peer is not None:
+            peer.force(_S.LOST, now)
+            self._stop_all(peer)
+        self._say_goodbye(link, failure_of(error))
+
+    def _of_link(self, event: Any, now: float) -> None:
         peer: Peer | None = event.link.there
         if isinstance(event, ev.FromPeer):
             self._greeted(peer, event, now)
@@ -219,13 +237,16 @@ class Peers:
         elif isinstance(event, ev.EndpointOpened):
             peer.accept(event, now)
             peer.move(PeerState.READY)
-            self._port.send(peer.link, self._reply)
+            self._links.send(peer.link, self._reply)
         else:
             assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
             self._lose(peer, event, event.error, now)
 
     def tick(self, peer: Peer, event: ev.Tick, now: float) -> None:
         """Give up a consumer worker whose deadline has passed, unless a message came since."""
+        guarded(partial(self.contain, peer.link, now), self._due, peer, event, now)
+
+    def _due(self, peer: Peer, event: ev.Tick, now: float) -> None:
         if peer.deadline > now:
             self._agenda.plan(peer, peer.deadline)
             return
@@ -259,7 +280,7 @@ class Peers:
             self._lose(peer, event, reason, now)
             return
         peer.move(PeerState.HELLO)
-        self._port.open_endpoint(peer.link, hello)
+        self._data.open_endpoint(peer.link, hello)
 
     def _readers_of(self, geometry: PackedGeometry) -> frozenset[Rank]:
         """Return the ranks of a consumer engine that confirm. Computed once while any of its workers is connected.
@@ -276,19 +297,30 @@ class Peers:
 
     def _lose(self, peer: Peer, event: object, error: KVConnectorError, now: float) -> None:
         peer.accept(event, now)
-        text = error.statement[: m.MAX_TEXT]
         if peer.state is not _S.READY:  # it waits for an answer to its greeting
             incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
             refusal = Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL
-            reply = m.HelloReply(incarnation=self._reply.incarnation, refusal=refusal, text=text)
-            self._port.send(peer.link, reply)
+            reply = m.HelloReply(
+                incarnation=self._reply.incarnation,
+                refusal=refusal,
+                text=error.statement[: m.MAX_TEXT],
+            )
+            self._links.send(peer.link, reply)
         peer.move(PeerState.LOST)
+        self._stop_all(peer)
+        self._say_goodbye(peer.link, error)
+
+    def _stop_all(self, peer: Peer) -> None:
+        """Stop a lost peer's sends, and drop its early messages. Idempotent."""
         self._agenda.forget(peer)
-        if not peer.sends:
-            peer.link.there = None
         self._on_lost(peer)
         for send in peer.sends.values():
-            self._port.stop_send(send)
-        # only the side that connected can close a control connection, so it gets a Bye if the link works
-        self._port.send(peer.link, m.Bye(text=text))
-        self._port.close_link(peer.link)
+            self._data.stop_send(send)
+        self._forget_if_lost(peer)
+
+    def _say_goodbye(self, link: Link, error: KVConnectorError) -> None:
+        """Close a link. Only the side that connected can close a control connection, so it gets a Bye."""
+        goodbye = m.Bye(text=error.statement[: m.MAX_TEXT])
+        noted = partial(self._engine.note_contained, f"the goodbye on link {link.number}")
+        guarded(noted, self._links.send, link, goodbye)
+        self._links.close_link(link)

@@ -1,8 +1,12 @@
-"""The one way out of the sessions: their calls to links, data path and engine."""
+"""The ways out of the sessions: what they call of links, of the data path, and of the engine's reports.
+
+A session calls these methods while it handles an event. None of them waits or calls the session back: results arrive as
+later events. Those of these base classes do nothing.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
@@ -21,23 +25,39 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 
 
-class Port:
-    """The methods that a session calls while it handles an event. None of them waits or calls the session back: results
-    arrive as later events. Those of this base class do nothing.
-    """
-
-    # -- links --
+class LinkPort:
+    """Control connections to peers."""
 
     def send(self, link: Link, message: Message) -> None:
-        """Send a control message. If the link is gone, `LinkLost` follows."""
+        """Send a control message. If the link is gone, `LinkLost` follows.
+
+        Raises:
+            KVConnectorError: no message can carry these values. Nothing of it was sent, and the link goes on.
+        """
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         """Connect `link` to a peer's control address. Our messages on it use this wire version."""
 
     def close_link(self, link: Link) -> None:
         """Close `link` once the messages sent on it are gone, and free its endpoint, mappings and warm-ups. Sends to a
-        consumer worker at this link stop. No event follows.
+        consumer worker at this link stop. No event follows. Idempotent.
         """
+
+    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
+        """Greet a producer worker: post the receive for its warm-up message, then send a `Hello` that names the
+        `segments` of all reads from it. `WarmedUp` follows.
+        """
+
+    def connect_back(self, worker: RemoteWorker, reply: HelloReply) -> None:
+        """Connect to the producer worker that sent `reply`, for as long as its link lasts. No event follows.
+
+        Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows the worker
+        that sends to us, and can report its loss. Map the pools of its `export`: if that fails, its reads are packed.
+        """
+
+
+class DataPathPort:
+    """The movement of bytes. A failure in one of these is a `WorkerFault`."""
 
     # -- of a producer --
 
@@ -54,35 +74,15 @@ class Port:
         """Send the chunks of a read. `SendOver` follows."""
 
     def stop_send(self, send: Send) -> None:
-        """Send no further chunk of this read. `SendOver` follows once nothing reads its blocks."""
+        """Send no further chunk of this read. `SendOver` follows once nothing reads its blocks. Idempotent."""
 
     def publish(self, key: bytes, watermark: Watermark) -> None:
         """Let consumers on this host read a lease up to its watermark, until `retract`. Called again when it grows."""
 
     def retract(self, key: bytes) -> None:
-        """Make direct reads under this key fail if they end from now on. Called before `release`."""
-
-    def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
-        """Let the producer engine reuse the request's blocks. `outcome` is `released` if all consumer ranks confirmed,
-        else `expired` or `aborted`.
-        """
+        """Make direct reads under this key fail if they end from now on. Called before `release`. Idempotent."""
 
     # -- of a consumer --
-
-    def met(self, engine_id: EngineId, summary: str) -> None:
-        """Log that a producer engine has answered, and how its caches differ from ours."""
-
-    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
-        """Greet a producer worker: post the receive for its warm-up message, then send a `Hello` that names the
-        `segments` of all reads from it. `WarmedUp` follows.
-        """
-
-    def take_reply(self, worker: RemoteWorker, reply: HelloReply) -> None:
-        """Connect to the producer worker that sent `reply`, for as long as its link lasts. No event follows.
-
-        Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows the worker
-        that sends to us, and can report its loss. Map the pools of its `export`: if that fails, its reads are packed.
-        """
 
     def start_receive(self, read: RankRead) -> None:
         """Begin a read. `ReceiveFinished` or `ReceiveFailed` follows.
@@ -93,15 +93,49 @@ class Port:
         """
 
     def stop_receive(self, read: RankRead) -> None:
-        """Write no further chunk into the blocks. `ReceiveStopped` follows once nothing writes them."""
+        """Write no further chunk into the blocks of a read that `is_stopped`. `ReceiveStopped` follows once nothing
+        writes them, unless the read has ended. Idempotent.
+        """
 
     def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
         """Drain a stopped read of which the peer sent exactly `sent_chunks`: receive and drop these, cancel the other
-        receives. None: the peer is lost, so cancel all. `ReceiveDrained` follows.
+        receives. None: the peer is lost, so cancel all. `ReceiveDrained` follows. Idempotent.
         """
+
+
+class EnginePort:
+    """Reports to our own engine, and to its log."""
+
+    def log_peer_met(self, engine_id: EngineId, summary: str) -> None:
+        """Log that a producer engine has answered, and how its caches differ from ours."""
 
     def begun(self, request_id: str) -> None:
         """Report that the producer began to compute a followed request, or never will: its load may be asked for."""
 
     def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
         """Report the end of a load: the engine may use its blocks, or `error` is the reason why it may not."""
+
+    def fail_load(self, request_id: str, error: KVConnectorError) -> None:
+        """Report a failed load of which nothing else is known for certain."""
+
+    def release(
+        self,
+        request_id: str,
+        outcome: str,
+        trace: HoldTrace | None,
+        error: KVConnectorError | None = None,
+    ) -> None:
+        """Let the producer engine reuse the request's blocks. `outcome` is `released` if all consumer ranks confirmed,
+        else `expired` or `aborted`, and `error` says why.
+        """
+
+    def note_contained(self, subject: str, error: Exception) -> None:
+        """Log and count an exception that ended only `subject`. It is being handled, so its traceback is at hand."""
+
+
+class Ports(NamedTuple):
+    """All ways out of a session."""
+
+    links: LinkPort
+    data: DataPathPort
+    engine: EnginePort

@@ -7,7 +7,8 @@ aborts. Its blocks are released only once no send reads them any more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, LocalError
@@ -15,11 +16,18 @@ from kvconnector.ids import Rank
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.completion import Phase
+from kvconnector.session.containment import (
+    WorkerFault,
+    failure_of,
+    guarded,
+    is_refusal,
+    settle,
+)
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, Send
 from kvconnector.session.link import Link
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers
-from kvconnector.session.port import Port
+from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers, name_of
+from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -48,9 +56,9 @@ class ProducerSession:
         lease: LeaseConfig,
         timeout_s: float,
         *,
-        port: Port,
+        ports: Ports,
     ) -> None:
-        self._port = port
+        self._links, self._data, self._engine = ports.links, ports.data, ports.engine
         self._topology = TpKVTopology(geometry, rank)
         self._reply = reply
         self._config = lease
@@ -60,18 +68,30 @@ class ProducerSession:
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyEvents(self._agenda)
         self._peers = Peers(
-            self._topology, reply, timeout_s, self._agenda, port, on_lost=self._early.drop
+            self._topology, reply, timeout_s, self._agenda, ports, on_lost=self._early.drop
         )
         self.keep_alive = self._peers.keep_alive
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
     def handle(self, event: object, now: float) -> None:
-        """Handle an event. No other method changes leases and peers.
+        """Handle an event. No other method changes leases and peers. An unexpected exception ends one lease or one
+        link: see `containment`.
 
         Raises:
-            LocalError: the engine granted a request twice.
+            LocalError: the engine granted a request twice; nothing has changed.
+            WorkerFault: the worker cannot go on.
         """
+        try:
+            self._handle(event, now)
+        except WorkerFault:
+            raise
+        except Exception as error:
+            if is_refusal(event, error):
+                raise
+            settle(self._contain, event, now, error)
+
+    def _handle(self, event: object, now: float) -> None:
         handler = self._HANDLERS.get(ev.kind_of(event))
         if handler is None:  # the event concerns a link
             self._peers.handle(event, now)
@@ -95,7 +115,7 @@ class ProducerSession:
             # the first use could not be distinguished from those about the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
-                    self._port.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
+                    self._engine.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
                 return
             lease = Lease(event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
@@ -109,7 +129,7 @@ class ProducerSession:
         else:
             self._grow(lease, event, now)
         for early in self._early.take(event.transfer_id):
-            self._HANDLERS[type(early.message)](self, early, now)
+            guarded(partial(self._contain, early, now), self._handle, early, now)
 
     def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> None:
         """Let consumers read the lease's tokens, and report its progress to its followers."""
@@ -122,10 +142,10 @@ class ProducerSession:
         if self._reply.export is not None:
             lease.keys = lease.names()
             for key in lease.keys:
-                self._port.publish(key, lease.watermark)
+                self._data.publish(key, lease.watermark)
         self._notify_followers(lease)
         if lease.is_complete:
-            self._port.expect_reads(lease.blocks)
+            self._data.expect_reads(lease.blocks)
 
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> None:
         """Report a prompt's progress to a consumer, now or once our engine has granted the lease."""
@@ -138,7 +158,7 @@ class ProducerSession:
             lease.accept(event, now)
             if event.link not in lease.followers:
                 lease.followers += peer.alone
-            self._port.send(event.link, lease.progress())
+            self._links.send(event.link, lease.progress())
         elif (ended := self._find_ended(follow)) is not None:
             self._refuse(event, *REFUSAL_OF[ended])
         elif lease is not None:
@@ -180,11 +200,11 @@ class ProducerSession:
                 return
             lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
             send = Send(event.link, lease, read, source, lease.blocks, now)
-            lease.sends[send] = None
-            peer.sends[read.read_id] = send
             if lease.state is LeaseState.HELD:
                 lease.move(LeaseState.READING)
-            self._port.start_send(send)
+            lease.sends[send] = None
+            peer.sends[read.read_id] = send
+            self._data.start_send(send)
 
     def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> None:
         """Refuse a read, or keep it until its lease comes: the router can be faster than our engine's next step."""
@@ -200,7 +220,7 @@ class ProducerSession:
         if peer is None:
             return
         if read_id in peer.sends:
-            self._port.stop_send(peer.sends[read_id])
+            self._data.stop_send(peer.sends[read_id])
         elif (early := peer.early.get(read_id)) is not None:
             self._early.remove(early)
             self._end_read(event.link, read_id, 0, Refusal.ABORTED, "cancelled")
@@ -232,7 +252,7 @@ class ProducerSession:
         ended = m.ReadEnded(
             read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text=text[: m.MAX_TEXT]
         )
-        self._port.send(link, ended)
+        self._links.send(link, ended)
 
     def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> None:
         key = event.message
@@ -263,7 +283,7 @@ class ProducerSession:
 
     def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> None:
         if self._peers.ready(event.link) is not None:
-            self._port.probe(event.link, event.message)
+            self._data.probe(event.link, event.message)
 
     def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
         """Renew the leases that a heartbeat names, and report the progress of followed prompts."""
@@ -271,11 +291,15 @@ class ProducerSession:
         for key in (*heartbeat.transfers, *heartbeat.followed):
             lease = self._leases.get(key.transfer_id)
             if lease is not None and lease.opens_with(key.secret):
-                lease.accept(event, now)
-                lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
+                guarded(partial(self._end_torn, lease, now), self._renew, lease, event, now)
         for follow in heartbeat.followed:
-            self._followed(ev.FromPeer(event.link, follow), now)
-        self._port.send(event.link, m.HeartbeatReply(number=heartbeat.number))
+            followed = ev.FromPeer(event.link, follow)
+            guarded(partial(self._contain, followed, now), self._handle, followed, now)
+        self._links.send(event.link, m.HeartbeatReply(number=heartbeat.number))
+
+    def _renew(self, lease: Lease, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
+        lease.accept(event, now)
+        lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         """Give up silent peers, end expired leases, and refuse early reads and follows whose lease did not come."""
@@ -285,14 +309,23 @@ class ProducerSession:
             elif isinstance(thing, EarlyEvents):
                 thing.remove_lost()
             elif isinstance(thing, ev.FromPeer):
-                is_asking = isinstance(thing.message, m.Read | m.Follow)
-                if not self._early.remove(thing).is_lost and is_asking:
-                    self._refuse(thing, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
-            elif thing.expires_at > now:
-                self._agenda.plan(thing, thing.expires_at)  # it was renewed
+                guarded(partial(self._contain, thing, now), self._early_due, thing)
             else:
-                thing.accept(event, now)
-                self._end(thing, LeaseState.EXPIRED)
+                guarded(partial(self._end_torn, thing, now), self._lease_due, thing, event, now)
+
+    def _early_due(self, event: EarlyEvent) -> None:
+        """Refuse an early read or follow whose lease did not come."""
+        is_asking = isinstance(event.message, m.Read | m.Follow)
+        if not self._early.remove(event).is_lost and is_asking:
+            self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
+
+    def _lease_due(self, lease: Lease, event: ev.Tick, now: float) -> None:
+        """End a lease that was not renewed."""
+        if lease.expires_at > now:
+            self._agenda.plan(lease, lease.expires_at)
+        else:
+            lease.accept(event, now)
+            self._end(lease, LeaseState.EXPIRED)
 
     def _refuse(
         self, event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str
@@ -305,7 +338,7 @@ class ProducerSession:
             refused = m.Progress(
                 transfer_id=asked.transfer_id, secret=asked.secret, refusal=refusal, text=text
             )
-        self._port.send(event.link, refused)
+        self._links.send(event.link, refused)
 
     def _notify_followers(self, lease: Lease) -> None:
         """Report a prompt's progress to all of its followers, and forget lost ones."""
@@ -314,14 +347,14 @@ class ProducerSession:
             if self._peers.ready(link) is None:
                 lost = True
             else:
-                self._port.send(link, progress)
+                self._links.send(link, progress)
         if lost:
             lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
 
     def _end(self, lease: Lease, outcome: LeaseState) -> None:
         """End the lease, now or as soon as the sends that read its blocks have stopped."""
         for key in lease.keys:
-            self._port.retract(key)
+            self._data.retract(key)
         lease.keys = ()
         self._agenda.forget(lease)
         is_filling = lease.state is LeaseState.FILLING
@@ -335,15 +368,107 @@ class ProducerSession:
         # even if all have confirmed: their sends lack at most a local completion, and a consumer that
         # confirms before it has everything must not keep the blocks
         for send in lease.sends:
-            self._port.stop_send(send)
+            self._data.stop_send(send)
 
     def _close(self, lease: Lease, outcome: LeaseState) -> None:
         lease.move(outcome)
-        del self._leases[lease.transfer_id]
-        del self._by_request[lease.request_id]
-        (self._ended if lease.is_complete else self._given_up).add(lease)
         if lease.is_complete:
-            self._port.release(lease.request_id, outcome.value, lease.trace)
+            self._engine.release(lease.request_id, outcome.value, lease.trace)
+            lease.is_reported = True
+        self._forget(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        """Remove a lease that is over, and remember how it ended. Idempotent."""
+        if self._leases.get(lease.transfer_id) is lease:
+            del self._leases[lease.transfer_id]
+            del self._by_request[lease.request_id]
+            (self._ended if lease.is_complete else self._given_up).add(lease)
+
+    # -- containment --
+
+    def _contain(self, event: object, now: float, error: Exception) -> None:
+        """End what an event was about, whose handler has raised an unexpected exception."""
+        if isinstance(event, ev.SendOver):
+            self._contain_send_over(event, now, error)
+        elif isinstance(event, ev.FromPeer):
+            self._contain_message(event, now, error)
+        elif isinstance(event, LeaseOrder | WithdrawRequest):
+            self._contain_order(event, now, error)
+        else:
+            self._engine.note_contained(f"a {ev.kind_of(event).__name__}", error)
+
+    def _contain_order(
+        self, order: LeaseOrder | WithdrawRequest, now: float, error: Exception
+    ) -> None:
+        lease = self._by_request.get(order.request_id)
+        if lease is not None:
+            lease.is_complete = lease.is_complete or isinstance(order, HoldRequest)
+            self._end_torn(lease, now, error)
+            return
+        self._engine.note_contained(f"request {order.request_id}", error)
+        if isinstance(order, HoldRequest):  # it was not granted, and its engine waits for the end
+            outcome = LeaseState.ABORTED.value
+            self._engine.release(order.request_id, outcome, None, failure_of(error))
+
+    def _contain_message(self, event: ev.FromPeer[Any], now: float, error: Exception) -> None:
+        """End the lease that a peer's message names, or the peer's link if it names none."""
+        message = event.message
+        peer = self._peers.ready(event.link)
+        if not isinstance(message, m.Read | m.TransferKey):
+            send = None if peer is None else peer.sends.get(getattr(message, "read_id", -1))
+            if send is None:
+                self._peers.contain(event.link, now, error)
+            else:  # it was to be cancelled
+                self._end_torn(send.lease, now, error)
+            return
+        if peer is not None and (early := peer.early.get(name_of(event))) is not None:
+            self._early.remove(early)
+        if isinstance(message, m.Follow) or (
+            isinstance(message, m.Read) and (peer is None or message.read_id not in peer.sends)
+        ):
+            self._refuse(event, Refusal.INTERNAL, failure_of(error).statement)
+        lease = self._leases.get(message.transfer_id)
+        if lease is not None and lease.opens_with(message.secret):
+            self._end_torn(lease, now, error)
+        else:
+            self._engine.note_contained(f"transfer {message.transfer_id}", error)
+
+    def _contain_send_over(self, event: ev.SendOver, now: float, error: Exception) -> None:
+        send = event.send
+        self._peers.end_send(send)
+        send.lease.sends.pop(send, None)
+        if event.sent_chunks is not None and self._peers.ready(send.link) is not None:
+            text = failure_of(error).statement
+            self._end_read(send.link, send.read.read_id, event.sent_chunks, Refusal.INTERNAL, text)
+        self._end_torn(send.lease, now, error)
+
+    def _end_torn(self, lease: Lease, now: float, error: Exception) -> None:
+        """End a lease in whose handling an exception was raised. Each step may be repeated. See `containment`."""
+        self._engine.note_contained(f"request {lease.request_id}", error)
+        for key in lease.keys:
+            self._data.retract(key)
+        lease.keys = ()
+        self._agenda.forget(lease)
+        lease.outcome = lease.outcome or LeaseState.ABORTED
+        if not lease.is_complete:
+            guarded(partial(self._lose_followers, lease, now), self._notify_followers, lease)
+        for send in lease.sends:
+            self._data.stop_send(send)
+        if lease.sends:
+            lease.force(LeaseState.DRAINING, now)
+            return
+        lease.force(lease.outcome, now)
+        self._forget(lease)
+        if lease.is_complete and not lease.is_reported:
+            outcome = lease.outcome.value
+            self._engine.release(lease.request_id, outcome, None, failure_of(error))
+            lease.is_reported = True
+
+    def _lose_followers(self, lease: Lease, now: float, error: Exception) -> None:
+        """Give up the followers of a prompt that cannot be told of its end: they would wait for it."""
+        for link in lease.followers:
+            if self._peers.ready(link) is not None:
+                self._peers.contain(link, now, error)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         GrowRequest: _granted,

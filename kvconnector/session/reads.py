@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.port import NEVER, Port
+from kvconnector.session.port import NEVER, Ports
 from kvconnector.session.program import Receive
 from kvconnector.wire import messages as m
 
@@ -62,8 +62,8 @@ class RankRead(Receive, eq=False):
 class Reads:
     """Begins and ends reads. Its load and its engine list each of them."""
 
-    def __init__(self, port: Port, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
-        self._port = port
+    def __init__(self, ports: Ports, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
+        self._data, self._links = ports.data, ports.links
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
         self._agenda = agenda
@@ -82,22 +82,22 @@ class Reads:
         trace.first_read_s, trace.last_read_s = trace.first_read_s or now, now
         trace.total_bytes += source.total_bytes
         load.reads[read.read_id] = load.engine.reads[read.read_id] = read
-        self._port.start_receive(read)
+        self._data.start_receive(read)
 
     def close(self, read: RankRead) -> None:
-        """Forget a read whose slots are free."""
+        """Forget a read whose slots are free. Idempotent."""
         self._agenda.forget(read)
-        del read.load.engine.reads[read.read_id]
+        read.load.engine.reads.pop(read.read_id, None)
 
     def stop(self, read: RankRead, now: float) -> None:
         """Stop writing a read's chunks, and cancel it at its peer if that may still be sending. Idempotent."""
         if read.is_stopped:
             return
         read.is_stopped = True
-        self._port.stop_receive(read)
+        self._data.stop_receive(read)
         if read.is_asked and not read.is_peer_over:
             self._await_end(read, now)
-            self._port.send(read.worker.link, m.CancelRead(read_id=read.read_id))
+            self._links.send(read.worker.link, m.CancelRead(read_id=read.read_id))
 
     def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
         """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is lost."""
@@ -106,7 +106,7 @@ class Reads:
             read.deadline = NEVER
         else:
             self._await_end(read, now)
-        self._port.drain_receive(read, sent_chunks)
+        self._data.drain_receive(read, sent_chunks)
 
     def _await_end(self, read: RankRead, now: float) -> None:
         read.deadline = now + self._drain_timeout_s

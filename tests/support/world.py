@@ -87,7 +87,7 @@ class WorldWorker:
 
     def start_step(self, step):
         """Take a step as `Worker.start_step` does. The driver takes the orders in its next turn."""
-        orders = checked_orders(step, self.pools, self.config.role)
+        orders = checked_orders(step, self.pools, self.config.role, self.outbox.note_contained)
         names = (order.request_id for order in step.orders)
         self._layers.update(dict.fromkeys(names, StepLayers(orders, self.pools)))
         self.outbox.expect(orders)

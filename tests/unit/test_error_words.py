@@ -18,7 +18,7 @@ from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
-from kvconnector.session import events as ev
+from kvconnector.session.orders import LoadRequest
 from kvconnector.wire import messages as m
 from tests.integration.runtime_pair import Engine, until
 from tests.support.control_suite import new_keys
@@ -156,9 +156,25 @@ def cancelled_receive():
 
 
 def event_out_of_order():
-    side = harness.producer()
-    harness.welcome(side)
-    return raised_by(side.handle, ev.EndpointOpened(-1))()
+    side = harness.consumer()
+    harness.start_load(side)
+    return raised_by(side.handle, harness.load_request())()
+
+
+def bug_in_a_session():
+    def fails(load):
+        def handle(event, now):
+            if isinstance(event, LoadRequest):
+                raise KeyError("a bug")
+            load(event, now)
+
+        return handle
+
+    def arm(pair):
+        consumer = pair.d.workers[0].driver.consumer
+        consumer._handle = fails(consumer._handle)
+
+    return failed_load(before=arm)()
 
 
 PEER = ["engine='p'", "rank='pp0tp0'"]
@@ -200,8 +216,9 @@ TABLE = {
     ),
     e.LocalProtocolError: (
         event_out_of_order,
-        ["EndpointOpened is not possible for a peer that is ready", "link -1", "story="],
+        ["LoadRequest is not possible for a load that is reading", "request w", "story="],
     ),
+    e.InternalError: (bug_in_a_session, ["unexpected KeyError", "a bug", "the traceback"]),
     e.TransportError: (
         raised_by(SharedMemory(0).share, [(4097, 4098)]),
         ["share pages", "address="],

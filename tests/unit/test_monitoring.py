@@ -26,6 +26,16 @@ def exported():
     return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
 
 
+def test_contained_exceptions_are_counted_by_type():
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("d0", Gauges(), registry=registry)
+    metrics.observe(
+        WorkerStats(contained={"KeyError": 2}).merged(WorkerStats(contained={"KeyError": 1}))
+    )
+    labels = {"engine": "d0", "type": "KeyError"}
+    assert registry.get_sample_value("kvconnector_contained_exceptions_total", labels) == 3
+
+
 def queries():
     dashboard = json.loads((FOLDER / "dashboard.json").read_text())
     yield from (target["expr"] for panel in dashboard["panels"] for target in panel["targets"])

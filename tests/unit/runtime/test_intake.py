@@ -28,6 +28,10 @@ def pools():
     return Caches(Shape(block=4, blocks=NUM_BLOCKS), seed=None).pools
 
 
+def _note(subject, error):
+    raise error
+
+
 def _load(name, blocks, remote=None, tokens=(0, 8)):
     remote = remote or GroupBlocks.of([NUM_BLOCKS + 9, 1])
     return LoadRequest(name, (tokens,), (blocks,), (remote,))
@@ -51,7 +55,7 @@ REFUSED = [
 @pytest.mark.parametrize("order, text", REFUSED)
 def test_a_wrong_order_is_refused_alone(pools, order, text):
     orders = (order, _load("good", GroupBlocks.of([9, 0])), _hold("held", GroupBlocks.of([1, 2])))
-    bad, asked, held = checked_orders(StepMetadata(orders=orders), pools, "both")
+    bad, asked, held = checked_orders(StepMetadata(orders=orders), pools, "both", _note)
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
     assert re.search(text, str(bad.error))
     assert asked.error is held.error is None
@@ -63,7 +67,7 @@ def test_a_wrong_order_is_refused_alone(pools, order, text):
 def test_blocks_outside_a_loads_tokens_may_repeat(pools):
     window = _load("window", GroupBlocks.of([0, 0, 0, 5, 6]), tokens=(9, 20))
     step = StepMetadata(orders=(window,))
-    assert checked_orders(step, pools, "both")[0].error is None
+    assert checked_orders(step, pools, "both", _note)[0].error is None
 
 
 def test_only_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
@@ -72,7 +76,7 @@ def test_only_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
     place = EngineAddress("p", "tcp://")
     wants = [WantRequest(f"w{number}", "t", "", place) for number in range(1000)]
     orders = (*wants, _hold("held", GroupBlocks.of([1, 2])), WithdrawRequest("held"))
-    assert checked_orders(StepMetadata(orders=orders), pools, "both") == [*orders]
+    assert checked_orders(StepMetadata(orders=orders), pools, "both", _note) == [*orders]
     assert seen == ["the blocks of request held"]
 
 
@@ -80,4 +84,4 @@ def test_orders_for_the_other_role_refuse_the_step(pools):
     want = WantRequest("w", "t", "", EngineAddress("p", "tcp://"))
     for order, role in ((want, "producer"), (WithdrawRequest("r"), "consumer")):
         with pytest.raises(LocalError, match=f"a {role} takes no"):
-            checked_orders(StepMetadata(orders=(order,)), pools, role)
+            checked_orders(StepMetadata(orders=(order,)), pools, role, _note)

@@ -15,7 +15,7 @@ from kvconnector.session.agenda import MAX_AT_ONCE
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
-from kvconnector.session.port import Port
+from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
 from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
 from kvconnector.topology import TpKVTopology
@@ -47,13 +47,21 @@ WORKER = RemoteWorker(None, Link(1), None, 0.0, 0.0, incarnation="one")
 
 
 def call(name, *arguments):
-    """Return a call that a session made: the name of a method of `Port`, and its arguments by name."""
-    _, *names = inspect.signature(getattr(Port, name)).parameters
-    return SimpleNamespace(call=name, **dict(zip(names, arguments, strict=True)))
+    """Return a call that a session made: the name of a port's method, and its arguments by name."""
+    _, *names = inspect.signature(_METHODS[name]).parameters
+    return SimpleNamespace(call=name, **dict(zip(names, arguments, strict=False)))
+
+
+_METHODS = {
+    name: method
+    for port in (LinkPort, DataPathPort, EnginePort)
+    for name, method in vars(port).items()
+    if not name.startswith("_")
+}
 
 
 class Recorder:
-    """A port that records its calls. Links that peers opened are recorded by number."""
+    """All ports of a session, which records their calls. Links that peers opened are recorded by number."""
 
     def __init__(self):
         self.calls = []
@@ -72,7 +80,7 @@ class Side:
 
     def __init__(self, make_session):
         self._port = Recorder()
-        self.session = make_session(port=self._port)
+        self.session = make_session(ports=Ports(self._port, self._port, self._port))
         self.links = {number: Link(number) for number in range(-999, 0)}
         self.now = 0.0
 
@@ -128,7 +136,7 @@ def refusals(calls):
 
 def of(calls, *names):
     """Return the calls of the methods with these names."""
-    assert all(hasattr(Port, name) for name in names)
+    assert _METHODS.keys() >= {*names}
     return [each for each in calls if each.call in names]
 
 

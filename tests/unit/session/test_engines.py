@@ -81,7 +81,7 @@ def test_a_repeated_hello_reply_is_ignored(side):
     (worker,) = harness.resolve(side)
     reply = m.HelloReply(incarnation="one", transport_address=b"p", export=harness.EXPORT)
     answers = [side.receive(worker.link, reply) for _ in range(2)]
-    assert [each.call for each in answers[0]] == ["take_reply"]
+    assert [each.call for each in answers[0]] == ["connect_back"]
     assert not answers[1]
 
 
@@ -196,7 +196,7 @@ def test_a_directory_that_omits_workers_twice_fails_the_load(side):
 
 def test_a_greeted_engine_is_logged_with_its_differences(side):
     (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
-    (met,) = harness.of(side.receive(opened.link, harness.directory()), "met")
+    (met,) = harness.of(side.receive(opened.link, harness.directory()), "log_peer_met")
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
     assert (met.engine_id, met.summary) == ("p", same)
 

@@ -1,0 +1,159 @@
+"""Exceptions that nobody expects, where a worker takes orders and messages: each ends one request or one link."""
+
+import logging
+from contextlib import closing
+
+import pytest
+
+from kvconnector.errors import InternalError
+from kvconnector.planning import GroupBlocks
+from kvconnector.runtime import driver as driver_module
+from kvconnector.runtime import intake
+from kvconnector.runtime.intake import checked_orders, orders_with_blocks
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import events as ev
+from kvconnector.session.containment import WorkerFault
+from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
+from kvconnector.wire import encode
+from kvconnector.wire import messages as m
+from tests.support.fakes import FakeEngine, attention_model
+from tests.support.world import World
+from tests.unit.datapath.caches import Caches, Shape
+
+MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+BLOCKS = (GroupBlocks.of([1, 2]),)
+
+
+class Bug(Exception):
+    """What nobody expects."""
+
+
+def fail(*_, **__):
+    raise Bug("an accident")
+
+
+@pytest.fixture
+def deployment():
+    """A producer and a consumer that have greeted each other."""
+    with closing(World(seed=3)) as world:
+        p = world.start(FakeEngine("p", MODEL), role="producer")
+        d = world.start(FakeEngine("d", MODEL), role="consumer")
+        d.load_from(p, "warm", [1], [1], 4)
+        assert world.run(world.is_quiet)
+        for engine in (p, d):
+            engine.workers[0].poll()
+        yield world, p, d
+
+
+@pytest.mark.parametrize("border", ["_check_blocks", "blocks_of"])
+@pytest.mark.parametrize(
+    "victim",
+    [LoadRequest("bad", ((0, 8),), BLOCKS, BLOCKS), HoldRequest("bad", "t", "5" * 32, BLOCKS, 8)],
+)
+def test_an_exception_in_the_check_of_an_order_refuses_that_order(
+    monkeypatch, caplog, border, victim
+):
+    original, outbox = getattr(intake, border), Outbox()
+
+    def checked(order, *others):
+        given = order if border == "_check_blocks" else order[0]
+        return fail() if given.request_id == "bad" else original(order, *others)
+
+    monkeypatch.setattr(intake, border, checked)
+    good = HoldRequest("good", "u", "5" * 32, BLOCKS, 8)
+    step = StepMetadata(orders=(victim, good))
+    pools = Caches(Shape(block=4, blocks=10), seed=None).pools
+    orders = checked_orders(step, pools, "both", outbox.note_contained)
+    orders, blocks = orders_with_blocks(orders, outbox.note_contained)
+    assert [type(order.error) for order in orders] == [InternalError, type(None)]
+    assert blocks == [BLOCKS]
+    assert outbox.take().stats.contained == {"Bug": 1}
+    assert caplog.text.count("Traceback") == 1
+    assert "request bad was ended" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["decode_batch", "event_of", "_greet"])
+def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, deployment, step):
+    world, p, d = deployment
+    worker = p.workers[0]
+    owner = {"decode_batch": driver_module, "event_of": ev, "_greet": worker.driver}[step]
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(owner, step, fail)
+        stranger = world.hub.open()
+        hello = m.Heartbeat(transfers=())
+        stranger.send(stranger.connect(worker.control.address, ""), encode(hello))
+        assert world.run(lambda: worker.poll().stats.contained == {"Bug": 1}, max_turns=20)
+        stranger.close()
+    assert caplog.text.count("Traceback") == 1
+    d.load_from(p, "r", [1, 2], [3, 4], 8)
+    ended = set()
+
+    def has_ended():
+        output = d.workers[0].poll()
+        assert not output.failed_recving
+        ended.update(output.finished_recving)
+        return "r" in ended
+
+    assert world.run(has_ended)
+
+
+@pytest.mark.parametrize("room", ["data", "links"])
+def test_a_fault_of_the_data_path_ends_the_worker(monkeypatch, deployment, room):
+    """What it shares with the network and the loop may be torn, so no request may go on."""
+    world, p, d = deployment
+    driver = d.workers[0].driver
+    if room == "data":
+        monkeypatch.setattr(driver.datapath.receives, "submit", fail)
+        d.load_from(p, "r", [1, 2], [3, 4], 8)
+    else:
+        monkeypatch.setattr(driver.datapath.reads, "close", fail)
+        (link,) = driver.links
+        world.clock.advance(1.0)
+        driver.put([])
+        driver._events.append(ev.LinkLost(link, InternalError("lost")))
+    with pytest.raises(WorkerFault, match="Bug"):
+        world.run(lambda: False, max_turns=50)
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_an_exception_in_a_tick_is_noted_and_the_next_one_is_handled(monkeypatch, deployment, side):
+    world, p, d = deployment
+    worker = (p if side == "producer" else d).workers[0]
+    session = getattr(worker.driver, side)
+    with monkeypatch.context() as patch:
+        patch.setattr(session._agenda, "due", fail)
+        worker.driver.put([ev.Tick()])
+        worker.driver.turn(0.0)
+    assert worker.poll().stats.contained == {"Bug": 1}
+    if side == "producer":
+        p.grant("r", [[1, 2]], 8)
+        released = []
+        assert world.run(
+            lambda: released.extend(worker.poll().finished_sending) or released,
+            max_turns=100,
+            seconds_per_turn=1.0,
+        )
+        assert released == ["r"]
+
+
+def test_an_exception_for_a_probe_ends_the_consumers_link(monkeypatch, deployment):
+    world, p, _ = deployment
+    worker = p.workers[0]
+    (link,) = worker.driver.links
+    monkeypatch.setattr(worker.driver.producer, "_probed", fail)
+    monkeypatch.setitem(worker.driver.producer._HANDLERS, m.Probe, fail)
+    probe = m.Probe(first_tag=1 << 20, nbytes=8, count=1)
+    worker.driver.producer.handle(ev.FromPeer(link, probe), world.clock())
+    assert worker.poll().stats.contained == {"Bug": 1}
+    assert not list(worker.driver.links)
+
+
+def test_a_burst_of_one_bug_is_counted_and_logged_once(caplog):
+    outbox = Outbox()
+    for index in range(100):
+        try:
+            fail()
+        except Bug as error:
+            outbox.note_contained(f"request {index}", error)
+    assert outbox.take().stats.contained == {"Bug": 100}
+    assert len(caplog.records) == 1
