@@ -21,11 +21,17 @@ from kvconnector.runtime import Worker
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import WorkerMetadata, directory_of, joined_geometry
-from kvconnector.session.orders import Order, StepMetadata
+from kvconnector.session.orders import (
+    DropRequest,
+    Order,
+    StepMetadata,
+    WantRequest,
+    WithdrawRequest,
+)
 from kvconnector.topology import ModelDescription
 
 if TYPE_CHECKING:
-    from kvconnector.integrations.sglang.transfers import RoomTransfer
+    from kvconnector.integrations.sglang.transfers import LoadedPrompt, RoomTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +91,8 @@ class RankTransfers:
         self.numbers = count()
         """Numbers for request ids. A room alone is none: a failed request may come again with the same room."""
         self._transferring: dict[str, RoomTransfer] = {}
+        self._followed: dict[str, LoadedPrompt] = {}
+        """Prompts for which the prefill engine has no blocks yet."""
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         moved = [group.kind for group in kinds]
         logger.info("kvconnector moves %s of %s as engine %s", moved, rank, config.engine_id)
@@ -115,10 +123,22 @@ class RankTransfers:
             self._transferring[order.request_id] = transfer
         self.worker.start_step(StepMetadata(orders=(order,)))
 
+    def follow(self, order: WantRequest, prompt: LoadedPrompt) -> None:
+        """Let the worker follow a prompt, whose `begun` is called when the prefill engine has blocks for it."""
+        self._followed[order.request_id] = prompt
+        self.order(order)
+
+    def give_up(self, order: WithdrawRequest | DropRequest) -> None:
+        """Let the worker end a request early."""
+        self._followed.pop(order.request_id, None)
+        self.order(order)
+
     def take(self) -> None:
-        """Take the worker's reports, and end the transfers that they name."""
+        """Take the worker's reports: let prompts that have begun go on, and end the transfers that the reports name."""
         self.turn += 1
         output = self.worker.poll()
+        for request_id in output.begun & self._followed.keys():
+            self._followed.pop(request_id).begun()
         failed = {**output.failed_sending, **output.failed_recving}
         for trace in output.stats.traces:
             if trace.kind == "hold" and trace.outcome == "aborted":

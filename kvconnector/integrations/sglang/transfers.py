@@ -10,11 +10,14 @@ On the prefill side a request is a streamed prompt. Consumers may follow it befo
 watermark after each chunk. Until the last chunk SGLang may take the blocks back at any time, and consumers then discard
 what they read. With the last chunk the lease gets the blocks, and `poll` returns `TRANSFERRING` until the worker
 reports the request's end. SGLang's own backends let a prompt wait in `poll` for a decode engine before it is computed.
-This one does not, since a decode engine reads whenever it is ready. Nor does it ask how long a prefix the decode engine
+This one does not: here the decode engine waits for the prefill engine. Nor does it ask how long a prefix the decode engine
 has cached: the decode engine reads only what it lacks.
 
-On the decode side the worker greets the prefill engine when SGLang has looked up its address (`init`), and loads once
-SGLang has allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
+On the decode side the worker greets the prefill engine when SGLang has looked up its address (`init`). The request is
+`BOOTSTRAPPING` until the prefill engine has given the prompt blocks, so SGLang allocates none for it before. If each
+engine could take memory for a request that the other one has no room for, both would wait for each other: one of them
+must come first, and the prefill engine needs nothing of the decode engine to go on. The worker loads once SGLang has
+allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
 
 If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. First
 it asks each rank for its `failure_exception`. That ends the transfer, and waits up to `SETTLE_S` until nothing reads or
@@ -123,7 +126,7 @@ class RoomTransfer:
             return
         if self.error is None:
             self.error = error
-            self.kv_mgr.order(self.gives_up(self.request_id))
+            self.kv_mgr.give_up(self.gives_up(self.request_id))
         if self.stage is not Stage.TRANSFERRING:
             self.ended(None)
 
@@ -257,7 +260,11 @@ class LoadedPrompt(RoomTransfer):
             return
         with self.failing():
             engine = self.kv_mgr.prefill_engines.address_of(self._address)
-            self.kv_mgr.order(WantRequest(*self._names, engine, is_followed=True))
+            self.kv_mgr.follow(WantRequest(*self._names, engine, is_followed=True), self)
+
+    def begun(self) -> None:
+        """Let SGLang allocate blocks: the prefill engine has some for the prompt, or never will, and the load fails."""
+        if self.stage is Stage.BOOTSTRAPPING:
             self.stage = Stage.WAITING
 
     def send_metadata(

@@ -132,7 +132,8 @@ class Pair:
             transfer.send(taken, states, stop - start)
 
     def load(self, wanted, pages, num_tokens, *, prefix=0, slot=3, row=2):
-        """Load into `pages`, the first of which holds the sequence's first token."""
+        """Load into `pages`, the first of which holds the sequence's first token, once every rank may allocate them."""
+        self.until_begun(*wanted)
         for transfer, pools in zip(wanted, self.decode.pools, strict=True):
             transfer.num_tokens, transfer.window_tokens = num_tokens, self.model.window_tokens
             taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
@@ -152,10 +153,17 @@ class Pair:
 
     def until_over(self, *transfers):
         """Poll as SGLang does until each of them is done or has failed. Returns their stages."""
+        return self._until({Stage.DONE, Stage.FAILED}, transfers)
+
+    def until_begun(self, *wanted):
+        """Poll as SGLang does until none of them waits for the prefill engine."""
+        self._until({*Stage} - {Stage.BOOTSTRAPPING}, wanted)
+
+    def _until(self, reached, transfers):
         until_s = time.monotonic() + DEADLINE_S
         while True:
             stages = [transfer.poll() for transfer in transfers]
-            if all(stage in {Stage.DONE, Stage.FAILED} for stage in stages):
+            if {*stages} <= reached:
                 return stages
             assert time.monotonic() < until_s, stages
             time.sleep(0.001)

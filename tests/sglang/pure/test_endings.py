@@ -69,9 +69,9 @@ def test_a_request_that_no_prefill_engine_is_asked_for_is_refused(pair):
 def test_the_decode_side_gives_up(pair, is_complete):
     sent = pair.send(3)
     wanted = pair.want(3)
-    pair.load(wanted, OTHERS, TOKENS)
     computed = TOKENS if is_complete else 16
     pair.compute(sent, PAGES, 0, computed)
+    pair.load(wanted, OTHERS, TOKENS)
     for each in wanted:
         each.abort()
         each.abort()
@@ -89,8 +89,8 @@ def test_the_prefill_side_gives_up(pair, is_complete):
     if is_complete:
         pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
     else:
-        pair.load(wanted, OTHERS, TOKENS)
         pair.compute(sent, PAGES, 0, 16)
+        pair.load(wanted, OTHERS, TOKENS)
     for each in sent:
         each.abort()
     assert pair.until_over(*sent) == [Stage.FAILED]
@@ -112,6 +112,7 @@ def test_a_request_that_is_aborted_before_it_begins_can_be_repeated(patient):
 def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
     sent = pair.send(7)
     wanted = pair.want(7)
+    pair.compute(sent, PAGES, 0, 16)
     pair.load(wanted, OTHERS, TOKENS)
     assert wanted[0].poll() is Stage.TRANSFERRING
     error = error_of(wanted[0])
@@ -157,7 +158,8 @@ def test_a_room_is_for_one_request_whichever_engine_is_asked_first(patient, is_p
 
 
 def test_a_lost_prefill_engine_fails_its_requests_and_a_new_one_serves(pair):
-    wanted = pair.want(9)
+    sent, wanted = pair.send(9), pair.want(9)
+    pair.compute(sent, PAGES, 0, 16)
     pair.load(wanted, OTHERS, TOKENS)
     pair.prefill.close()
     assert {*pair.until_over(*wanted)} == {Stage.FAILED}

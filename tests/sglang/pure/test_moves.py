@@ -50,11 +50,12 @@ def test_a_prompt_arrives_in_chunks_past_the_decode_engines_prefix(pair):
     prefix = pair.decode.page_size
     sent = pair.send(77)
     wanted = pair.want(77)
-    pair.load(wanted, DECODE_PAGES, LONG, prefix=prefix)
     for start in range(0, LONG, 16):
         stop = min(start + 16, LONG)
         assert stop == LONG or 16 % size == 0
         pair.compute(sent, PREFILL_PAGES, start, stop, is_last=stop == LONG)
+        if start == 0:
+            pair.load(wanted, DECODE_PAGES, LONG, prefix=prefix)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
     pair.check(DECODE_PAGES, LONG, prefix=prefix)
 
@@ -77,7 +78,7 @@ def test_a_request_that_comes_while_an_engine_has_no_memory_is_served_afterwards
         sent, wanted = pair.send(79), pair.want(79)
         for rank in ranks:
             rank.register_buffer_to_engine()
-        pair.load(wanted, DECODE_PAGES, 3)
         pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        pair.load(wanted, DECODE_PAGES, 3)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         pair.check(DECODE_PAGES, 3)
