@@ -187,15 +187,20 @@ def _asked(backend, sides):
     receiver = backend.KVReceiver(decode.manager, address, room)
     assert receiver.poll() == BOOTSTRAPPING
     receiver.init(0)
-    assert receiver.poll() == WAITING
     stream = torch.cuda.current_stream() if decode.device != "cpu" else None
     scheduler = SimpleNamespace(
         sliding_window_size=WINDOW, forward_stream=stream, enable_overlap=stream is not None
     )
     queue, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(kv_receiver=receiver)
     backend.note_length(queue, request, range(TOKENS), decode.page_size)
-    receiver.send_metadata(decode.pages, READ_ROW, decode.states(), 0)
     return room, sender, receiver
+
+
+def _load(decode, receiver):
+    """Let the receiver load, once the prefill engine has begun."""
+    assert receiver.poll() in {BOOTSTRAPPING, WAITING}
+    _until(WAITING, receiver)
+    receiver.send_metadata(decode.pages, READ_ROW, decode.states(), 0)
 
 
 def _until(wanted, *polled):
@@ -236,6 +241,7 @@ def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(back
         room, sender, receiver = _asked(backend, (prefill, decode))
         states = [torch.randn(slot.shape).to(slot) for slot in prefill.slots()]
         values = _send_first(prefill, sender)
+        _load(decode, receiver)
         for slot, state in zip(prefill.slots(), states, strict=True):
             slot.copy_(state)
         prefill.metadata.output_ids[SENT_ROW, 0] = 7
@@ -263,15 +269,17 @@ def test_bytes_that_another_stream_wrote_are_read_after_its_event(backend, sides
         event.record()
     sender._early_send_wait_event = event
     sender.send(prefill.pages, [], TOKENS)
+    _load(decode, receiver)
     _until(SUCCESS, sender, receiver)
     assert decode.has(values)
 
 
 @pytest.mark.parametrize("gives_up", ["sender", "receiver"])
 def test_an_aborted_request_fails_on_both_sides_with_its_reason(backend, sides, gives_up):
-    prefill, _ = sides
+    prefill, decode = sides
     _, sender, receiver = _asked(backend, sides)
     sender.send(prefill.pages[:3])
+    _load(decode, receiver)
     {"sender": sender, "receiver": receiver}[gives_up].abort()
     if gives_up == "receiver":
         sender.send(prefill.pages[3:], [], TOKENS - CHUNK)

@@ -6,9 +6,13 @@ decode side a hook notes both on the receiver first.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +27,8 @@ from sglang.srt.disaggregation.base.conn import (
     KVArgs,
     KVTransferMetric,
 )
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -32,6 +38,7 @@ from torch import distributed
 
 from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang.caches import Heads, Shape
+from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
     connector_config,
@@ -39,7 +46,15 @@ from kvconnector.integrations.sglang.settings import (
 )
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt
 
-SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
+logger = logging.getLogger(__name__)
+
+DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
+ADMISSIONS = (
+    f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._check_if_req_exceed_kv_capacity",
+)
+"""What both queues call with each new request, before anything else looks at its fields."""
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
 
@@ -85,9 +100,7 @@ class KVManager(RankTransfers, BaseKVManager):
             model=server_args.served_model_name or server_args.model_path,
             gather=lambda payload: gather(payload, group),
         )
-        if not is_prefill:
-            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
-            HookRegistry.apply_hooks()
+        hook_queues()
 
     def register_to_bootstrap(self) -> None:
         """Do nothing: rank 0 of a prefill engine has already started the directory service."""
@@ -129,6 +142,29 @@ CLASSES = {
     "bootstrap_server": BootstrapServer,
 }
 """The backend's classes by the values of SGLang's `KVClassType`."""
+
+
+@cache
+def hook_queues() -> None:
+    """Put our hooks into SGLang's queues, once in a process."""
+    HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+    for method in ADMISSIONS:
+        HookRegistry.register(method, refuse_malformed, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any) -> bool:
+    """Answer a request whose fields are malformed with an error, and return True, as SGLang does for one that is too
+    long: a hook around `_check_if_req_exceed_kv_capacity`.
+    """
+    problem = problem_of(req, is_prefill=not isinstance(queue, DecodePreallocQueue))
+    if problem is None or req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+        return original(queue, req)
+    problem = f"Request {req.rid}: {problem}"
+    logger.error(problem)
+    prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+    return True
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:

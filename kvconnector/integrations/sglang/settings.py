@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
-from kvconnector.control.address import parse_address
 from kvconnector.control.lookup import host_address
 from kvconnector.control.security import read_key_file
 from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.integrations.sglang.fields import bootstrap_address
 from kvconnector.runtime.channels import security_of
 
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - named to be replaced by an address
@@ -108,9 +108,7 @@ class PrefillEngines:
             ConfigError: `bootstrap_addr` is not a host and a port.
             AuthenticationError: the file has several other keys, and none with this address.
         """
-        host, _, port = bootstrap_addr.rpartition(":")
-        host = host.strip("[]")
-        address = parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        address = bootstrap_address(bootstrap_addr)
         key = self._listed.get(bootstrap_addr)
         if key is None:
             if len(self._others) > 1:

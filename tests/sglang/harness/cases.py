@@ -39,6 +39,8 @@ MLA = {"kind": "mla"}
 STATES = {"kind": "states"}
 UNCACHED = {"disable-radix-cache": True}
 SMALL = {"max-total-tokens": 480, "num-reserved-decode-tokens": 16}  # for one answer of 200
+ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
+"""For one prompt of 300 tokens."""
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
 SOON = {
@@ -87,6 +89,8 @@ CASES = (
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
     Case("crowd", s.crowd, is_quick=True),
+    _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
+    _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
     Case("logprobs", s.logprobs),
     Case("times", s.times),

@@ -76,16 +76,19 @@ class Pair:
         """Return the tokens that one engine alone gives."""
         return self._alone.ask(prompt, **options).tokens
 
-    def submit(self, prompt, to=("prefill", "decode"), **options):
-        """Ask both engines at once, as a router does, or only one."""
-        room, name = secrets.randbits(62) + 1, secrets.token_hex(8)
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
+    def submit(self, prompt, to=("prefill", "decode"), per_side=None, **options):
+        """Ask both engines at once, as a router does, or only one. `per_side` has more fields for each side."""
+        name = secrets.token_hex(8)
+        room = options.pop("room", None) or secrets.randbits(62) + 1
+        where = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": room,
+        }
         asked = {}
         for side in to:
-            engine = getattr(self, side)
-            asked[side] = engine.submit(
-                prompt, rid=f"{side}-{name}", bootstrap_room=room, **where, **options
-            )
+            fields = {"rid": f"{side}-{name}", **where, **options, **(per_side or {}).get(side, {})}
+            asked[side] = getattr(self, side).submit(prompt, **fields)
         return Asked(room, name, prompt, asked.get("prefill"), asked.get("decode"))
 
     def compare(self, outcome, what, asked, expected):

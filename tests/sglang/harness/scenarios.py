@@ -1,7 +1,9 @@
 """The scenarios of the cases: each drives a pair of engines."""
 
+import secrets
 import statistics
 import time
+from dataclasses import replace
 
 from kvconnector import errors
 from tests.support.keys import keyed_controls
@@ -51,6 +53,37 @@ def retraction(pair, outcome):
         pair.compare(outcome, f"request {number}", each, right)
     outcome.check("retracted", "Retract requests" in pair.decode.log_text())
     pair.check_idle(outcome)
+
+
+def crossed(pair, outcome):
+    """Each engine has memory for one request, and the prefill engine is asked for the last one first."""
+    prompts = {secrets.randbits(62) + 1: prompt_of(300, seed=40 + number) for number in range(2)}
+    expected = [pair.alone(prompt) for prompt in prompts.values()]
+    at_decode = [pair.submit(prompt, ("decode",), room=room) for room, prompt in prompts.items()]
+    time.sleep(SETTLE_S)
+    at_prefill = [
+        pair.submit(prompt, ("prefill",), room=room)
+        for room, prompt in reversed([*prompts.items()])
+    ]
+    asked = zip(at_decode, reversed(at_prefill), expected, strict=True)
+    for decode, prefill, right in asked:
+        pair.compare(outcome, f"room {decode.room}", replace(decode, prefill=prefill.prefill), right)
+    pair.check_idle(outcome)
+
+
+def malformed(pair, outcome):
+    """Requests whose fields no engine can use get an error, and others go on."""
+    prompt = prompt_of(90, seed=41)
+    for field, value in MALFORMED:
+        asked = pair.submit(prompt, ("decode",), **{field: value})
+        answer = asked.decode.answer()
+        _check_failed(outcome, f"{field}={value!r} at the decode engine", answer, "")
+    for value in (0, -1, 1 << 63):
+        asked = pair.submit(prompt, ("prefill",), bootstrap_room=value)
+        answer = asked.prefill.answer()
+        _check_failed(outcome, f"room {value} at the prefill engine", answer, "")
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", prompt)
 
 
 def logprobs(pair, outcome):
@@ -182,6 +215,20 @@ def _variables(control):
     return {f"KVCONNECTOR_CONTROL_{name.upper()}": value for name, value in control.items()}
 
 
+MALFORMED = (
+    ("bootstrap_room", None),
+    ("bootstrap_room", 0),
+    ("bootstrap_room", -5),
+    ("bootstrap_room", 1 << 63),
+    ("bootstrap_host", None),
+    ("bootstrap_host", ""),
+    ("bootstrap_host", "a b\r\nc"),
+    ("bootstrap_host", "x" * 3000),
+    ("bootstrap_port", 0),
+    ("bootstrap_port", -1),
+    ("bootstrap_port", 1 << 40),
+    ("disagg_prefill_dp_rank", -1),
+)
 REFUSALS = (errors.AuthenticationError, errors.PeerUnreachableError)
 ERRORS = (
     errors.TransferTimeoutError,

@@ -1,0 +1,57 @@
+"""The fields of a request that a client controls. SGLang passes them on as they come, and its schedulers compute with
+them: a missing host or a room that no tensor holds would end the scheduler, and with it every request. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvconnector.control.address import HostPort, parse_address
+from kvconnector.errors import ConfigError
+
+MAX_ROOM = (1 << 63) - 1
+"""SGLang keeps rooms in tensors of 64 bit integers, in which 0 means that no metadata have arrived."""
+MAX_SHOWN = 80
+"""Characters of a client's value that an error shows."""
+
+
+def bootstrap_address(text: str) -> HostPort:
+    """Split `host:port`, as SGLang joins both. Raises ConfigError: it is not that."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    return parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+
+
+def problem_of(request: Any, *, is_prefill: bool) -> str | None:
+    """Return why a request cannot be served, in words for its client, or None if it can.
+
+    Args:
+        request: SGLang's request, with `bootstrap_room`, `bootstrap_host`, `bootstrap_port` and
+            `disagg_prefill_dp_rank` of any types.
+        is_prefill: True on a prefill engine, which uses only the room.
+    """
+    room, rank = request.bootstrap_room, request.disagg_prefill_dp_rank
+    if type(room) is not int or not 1 <= room <= MAX_ROOM:
+        return f"bootstrap_room must be an integer from 1 to {MAX_ROOM}, not {_shown(room)}"
+    if is_prefill:
+        return None
+    host, port = request.bootstrap_host, request.bootstrap_port
+    if not isinstance(host, str) or type(port) is not int:
+        return (
+            "bootstrap_host must be a prefill engine's host, and bootstrap_port its port,"
+            f" not {_shown(host)} and {_shown(port)}"
+        )
+    try:
+        bootstrap_address(f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}")
+    except ConfigError:
+        return f"bootstrap_host and bootstrap_port name no address: {_shown(host)}, {_shown(port)}"
+    if rank is not None and (type(rank) is not int or not 0 <= rank <= MAX_ROOM):
+        return f"disagg_prefill_dp_rank must be a rank from 0 on, not {_shown(rank)}"
+    return None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) > 1 << 64:  # Python refuses to print longer ones
+        return "a number of more than 64 bits"
+    text = ascii(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -1,0 +1,128 @@
+"""Whatever a client writes into a request's fields, SGLang's queues take it or answer with an error."""
+
+import ast
+import inspect
+import textwrap
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvconnector.integrations.sglang.fields import MAX_ROOM
+
+pytestmark = pytest.mark.sglang
+
+GOOD = {"room": 7, "host": "10.0.0.1", "port": 8998, "rank": None}
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=20),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+FIELDS = st.fixed_dictionaries({name: st.just(value) | ANYTHING for name, value in GOOD.items()})
+
+
+@pytest.fixture(scope="module")
+def queues():
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    from kvconnector.integrations.sglang.backend import hook_queues
+
+    hook_queues()
+    return {"decode": DecodePreallocQueue, "prefill": PrefillBootstrapQueue}
+
+
+def _request(fields):
+    return SimpleNamespace(
+        rid="r",
+        bootstrap_room=fields["room"],
+        bootstrap_host=fields["host"],
+        bootstrap_port=fields["port"],
+        disagg_prefill_dp_rank=fields["rank"],
+        origin_input_ids=[1, 2],
+        output_ids=[],
+        return_logprob=False,
+        finished_reason=None,
+    )
+
+
+def _ask(queue, fields):
+    """Let a queue admit a request. Returns the error that its client gets, or None."""
+    streamer = Mock()
+    of_queue = SimpleNamespace(
+        scheduler=SimpleNamespace(output_streamer=streamer, enable_hisparse=False),
+        max_input_len=100,
+        max_total_num_tokens=100,
+        token_to_kv_pool_allocator=SimpleNamespace(prealloc_ceiling_fits=lambda *_: True),
+        _prealloc_required_tokens=lambda _: (2, 2),
+        _uses_swa_tail_prealloc=lambda: False,
+        _rebootstrap_prefill_len=lambda req: len(req.origin_input_ids),
+    )
+    admitted = queue.__new__(queue)
+    admitted.__dict__.update(vars(of_queue))
+    request = _request(fields)
+    if queue._check_if_req_exceed_kv_capacity(admitted, request):
+        streamer.stream_output.assert_called_once()
+        return request.finished_reason.message
+    streamer.stream_output.assert_not_called()
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=FIELDS)
+@example(fields=GOOD | {"host": None})
+@example(fields=GOOD | {"room": 1 << 63})
+@example(fields=GOOD | {"host": "a\r\nb"})
+def test_the_decode_queue_admits_only_requests_with_which_it_can_compute(queues, fields):
+    from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+    if _ask(queues["decode"], fields) is not None:
+        return
+    request = _request(fields)
+    assert _bootstrap_addr(request).endswith(f":{fields['port']}")
+    assert 1 <= request.bootstrap_room <= MAX_ROOM
+    assert fields["rank"] is None or fields["rank"] >= 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(fields=FIELDS)
+def test_the_prefill_queue_admits_only_rooms_that_the_metadata_can_hold(queues, fields):
+    import torch
+
+    error = _ask(queues["prefill"], fields)
+    if error is None:
+        torch.zeros(1, dtype=torch.uint64)[0] = fields["room"]
+    else:
+        assert "bootstrap_room" in error
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_well_formed_requests_are_admitted(queues, side):
+    for change in ({}, {"rank": 3}, {"host": "::1"}, {"host": "[fe80::1]"}, {"host": "p-0.p"}):
+        assert _ask(queues[side], GOOD | change) is None
+
+
+@pytest.mark.parametrize(
+    "field, value, text",
+    [("room", 0, "bootstrap_room"), ("host", None, "bootstrap_host"), ("port", 0, "no address")],
+)
+def test_the_client_learns_which_field_is_wrong(queues, field, value, text):
+    assert text in _ask(queues["decode"], GOOD | {field: value})
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_queues_ask_before_they_compute_with_the_fields(queues, side):
+    """Nothing but the check for rejected requests comes before."""
+    method = queues[side].create_sender if side == "prefill" else queues[side].add
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda node: (node.lineno, node.col_offset))
+    names = [getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls]
+    before = names[: names.index("_check_if_req_exceed_kv_capacity")]
+    assert not {"_create_receiver_and_enqueue", "kv_sender_class", "_bootstrap_addr"} & {*before}
