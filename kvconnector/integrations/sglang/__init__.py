@@ -15,7 +15,7 @@ from typing import Any
 from kvconnector.errors import ConfigError
 
 NAME = "kvconnector"
-KNOWN_VERSIONS = ("0.5.23",)
+KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 UTILS = "sglang.srt.disaggregation.utils"
 
 

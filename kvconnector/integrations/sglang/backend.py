@@ -205,7 +205,7 @@ def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
         "attention dp_size": parallel.attn_dp_size,
         "attn_cp_size": parallel.attn_cp_size,
         "dcp_size": parallel.attn_dcp_size,
-        "enable_kv_cache_sharding": parallel.enable_kv_cache_sharding,
+        "enable_kv_cache_sharding": getattr(parallel, "enable_kv_cache_sharding", False),  # since 0.5.22
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
@@ -241,6 +241,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
     dtype = args.kv_cache_dtype_str
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
     kv_heads = 1 if has_latent else model.get_total_num_kv_heads()
+    layout = getattr(args, "kv_layout", None)  # since 0.5.23
     device = server_args.device
     if device == "cpu" and is_prefill and not has_latent and tp_size > kv_heads:
         raise GeometryError(
@@ -261,7 +262,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         window_layers=[layer for layer in stage if layer in windows],
         has_latent=has_latent,
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
-        dtype=f"{dtype}/{args.kv_layout}" if args.kv_layout else dtype,
+        dtype=f"{dtype}/{layout}" if layout else dtype,
         accumulates_c128=bool(envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()),
     )
     if "mamba" not in args.state_types or model.hf_config.model_type not in MAMBA_2:

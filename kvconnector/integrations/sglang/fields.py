@@ -42,7 +42,9 @@ def problem_of(request: Any, *, is_prefill: bool) -> str | None:
             f" not {_shown(host)} and {_shown(port)}"
         )
     try:
-        bootstrap_address(f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}")
+        bootstrap_address(
+            f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}"
+        )
     except ConfigError:
         return f"bootstrap_host and bootstrap_port name no address: {_shown(host)}, {_shown(port)}"
     if rank is not None and (type(rank) is not int or not 0 <= rank <= MAX_ROOM):

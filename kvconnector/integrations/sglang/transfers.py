@@ -10,8 +10,8 @@ On the prefill side a request is a streamed prompt. Consumers may follow it befo
 watermark after each chunk. Until the last chunk SGLang may take the blocks back at any time, and consumers then discard
 what they read. With the last chunk the lease gets the blocks, and `poll` returns `TRANSFERRING` until the worker
 reports the request's end. SGLang's own backends let a prompt wait in `poll` for a decode engine before it is computed.
-This one does not: here the decode engine waits for the prefill engine. Nor does it ask how long a prefix the decode engine
-has cached: the decode engine reads only what it lacks.
+This one does not: here the decode engine waits for the prefill engine. Nor does it ask how long a prefix the decode
+engine has cached: the decode engine reads only what it lacks.
 
 On the decode side the worker greets the prefill engine when SGLang has looked up its address (`init`). The request is
 `BOOTSTRAPPING` until the prefill engine has given the prompt blocks, so SGLang allocates none for it before. If each
@@ -171,6 +171,7 @@ class SentPrompt(RoomTransfer):
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
+        **_: object,
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.num_tokens = 0

@@ -67,7 +67,9 @@ def crossed(pair, outcome):
     ]
     asked = zip(at_decode, reversed(at_prefill), expected, strict=True)
     for decode, prefill, right in asked:
-        pair.compare(outcome, f"room {decode.room}", replace(decode, prefill=prefill.prefill), right)
+        pair.compare(
+            outcome, f"room {decode.room}", replace(decode, prefill=prefill.prefill), right
+        )
     pair.check_idle(outcome)
 
 
