@@ -2,7 +2,8 @@
 #
 #   setup_sglang   SGLang on the CPU and kvconnector
 #   setup_peers    setup_sglang, and NIXL and Mooncake, for comparisons
-#   setup_sources  the tests' own environment, and SGLang's Python sources in $SGLANG_SOURCES: seconds, 50 MB
+#   setup_sources VERSION   the tests' own environment, and SGLang's Python sources in $SGLANG_SOURCES: seconds, 50 MB
+#   known_versions          the releases of SGLang that the backend knows, for setup_sources
 #
 # The first two make `.venv-sglang` in the checkout with the versions in requirements-sglang.txt, put its `bin` first on PATH, and
 # return at once when nothing has changed since. PYTHON names the interpreter, 3.11.
@@ -46,9 +47,10 @@ setup_peers() {
     mkdir -p "$links" && ln -sf "$nixl"/libibverbs-*.so.1* "$links/libibverbs.so.1" && _kvc_stamp peers
 }
 
+known_versions() { sed -n 's/^KNOWN_VERSIONS = (\(.*\))$/\1/p' "$KVC_ROOT/kvconnector/integrations/sglang/__init__.py" | tr -d '",'; }
+
 setup_sources() {
-  local sglang dill
-  sglang="$(grep ^sglang== "$KVC_ROOT/requirements-sglang.txt")"
+  local sglang="sglang==$1" dill
   dill="$(grep ^dill== "$KVC_ROOT/requirements-sglang.txt")"
   source "$KVC_ROOT/scripts/setup.sh"
   setup_test || return 1

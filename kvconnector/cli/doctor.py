@@ -76,6 +76,11 @@ text_option = partial(click.option, default="", show_default=False)
     type=PATH,
     help="A file with one request's kv_transfer_params: report why they cannot be used.",
 )
+@click.option(
+    "--engine",
+    is_flag=True,
+    help="Look at the installed vLLM and SGLang instead: whether they have all that the integrations use.",
+)
 @json_flag
 def doctor(
     *,
@@ -88,6 +93,7 @@ def doctor(
     decode: str,
     name: str,
     params: Path | None,
+    engine: bool,
     json: bool,
 ) -> int:
     """Report what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
@@ -107,7 +113,23 @@ def doctor(
         from kvconnector.cli.doctor_peer import examine_params
 
         found = attempt("params", lambda: examine_params(params, _config(keys, tls), device))
+    if engine:
+        found = attempt("engine", _engines)
     return _print(found, as_json=json)
+
+
+def _engines() -> Iterator[Finding]:
+    from kvconnector.integrations.installed import examine_engines
+
+    reports = [*examine_engines()]
+    if not reports:
+        yield Finding("engine", "warn", "neither vLLM nor SGLang is installed here")
+    for found in reports:
+        text = f"{found.version} is {'a tested' if found.is_known else 'no tested'} release"
+        for each in found.differences:
+            yield Finding(found.engine, "FAIL", each)
+        if not found.differences:
+            yield Finding(found.engine, "ok", f"{text}, and has all that is used of it")
 
 
 def _print(found: Iterator[Finding], *, as_json: bool) -> int:

@@ -1,27 +1,16 @@
 """SGLang finds the backend, which has everything that SGLang's base classes and queues use."""
 
-import ast
 import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from kvconnector.integrations.contract import Sources, differences
+from kvconnector.integrations.sglang import used
+
 pytestmark = pytest.mark.sglang
-CALLERS = ("disaggregation/prefill.py", "disaggregation/decode.py", "managers/scheduler.py")
 OWNERS = {"disagg_kv_sender": "SENDER", "kv_receiver": "RECEIVER", "kv_manager": "MANAGER"}
-OF_REFUSED = {
-    "_ensure_prefill_recompute_executor": "prompts computed again",
-    "_staging_handler": "the staging buffer",
-    "set_kv_buffer_tensors": "the staging buffer",
-    "transfer_infos": "prefill context parallelism",
-    "abort_notified": "pages kept after an abort",
-    "bootstrap_infos": "pages kept after an abort",
-    "conclude_state": "allocation once a prompt is computed",
-    "try_ensure_parallel_info": "prefill engines of which nothing is known",
-}
-"""Names that SGLang uses only with what does not occur here, or that a backend must declare."""
-ASKING = {"getattr", "hasattr"}
 KINDS = ("KVARGS", "MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER")
 
 
@@ -71,25 +60,31 @@ def test_methods_take_what_those_of_sglang_take(utils, kind):
         assert has_any or not missing, f"{name} lacks {missing}"
 
 
-def test_the_backend_has_everything_that_sglang_uses(utils):
+def test_sglang_has_all_that_is_used_of_it_and_uses_nothing_that_is_missing():
     import sglang
 
-    used, asked_for = set(), set()
-    for name in CALLERS:
-        tree = ast.parse(Path(sglang.__path__[0], "srt", name).read_text("utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-                used.add((OWNERS.get(node.value.attr), node.attr))
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ASKING:
-                asked_for.add(getattr(node.args[1], "value", ""))
-    missing = set()
-    for kind, name in used:
-        if kind is None or name in asked_for or name in OF_REFUSED:
-            continue
-        ours = [each for each in _class(utils, kind).__mro__ if "kvconnector" in each.__module__]
-        source = "".join(map(inspect.getsource, ours))
-        if not hasattr(ours[0], name) and not re.search(rf"\bself\.{name}\b", source):
-            missing.add((kind, name))
+    sources = Sources(Path(sglang.__path__[0]))
+    assert differences(used.ENTRIES + used.SPARSE, sources) == []
+
+
+@pytest.mark.parametrize("owner, kind", OWNERS.items())
+def test_each_name_that_sglang_uses_of_us_is_there(utils, owner, kind):
+    """The table looks for names in sources; here the classes are asked, so that it cannot believe in too many."""
+    import sglang
+
+    (entry,) = [each for each in used.ENTRIES if getattr(each, "owner", "") == owner]
+    sources = Sources(Path(sglang.__path__[0]))
+    asked = [*entry.uses(sources)]
+    assert asked
+    ours = [each for each in _class(utils, kind).__mro__ if "kvconnector" in each.__module__]
+    source = "".join(map(inspect.getsource, ours))
+    missing = [
+        name
+        for name in asked
+        if name not in entry.unneeded
+        and not hasattr(ours[0], name)
+        and not re.search(rf"\bself\.{name}\b", source)
+    ]
     assert not missing
 
 

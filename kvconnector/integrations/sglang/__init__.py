@@ -7,12 +7,18 @@ runs where another backend is chosen.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from kvconnector.errors import ConfigError
+from kvconnector.integrations.contract import Sources, admit, differences, policy_of
+from kvconnector.integrations.sglang import used
+
+logger = logging.getLogger(__name__)
 
 NAME = "kvconnector"
 KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
@@ -20,38 +26,60 @@ UTILS = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
-    """Add `kvconnector` to SGLang's transfer backends.
-
-    Raises:
-        ConfigError: This version of SGLang lacks the hooks for that.
+    """Add `kvconnector` to SGLang's transfer backends. It never raises: SGLang would only log that, and then say that
+    there is no such backend. What keeps it from working is said when the backend is chosen.
     """
     try:
-        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-        from sglang.srt.disaggregation.utils import TransferBackend
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError as error:
-        raise _unknown_version() from error
+        add_choice()
+        _hook()
+    except Exception as error:
+        logger.error(
+            "SGLang %s has no transfer backend kvconnector, which needs one of %s: %r",
+            version("sglang"),
+            ", ".join(KNOWN_VERSIONS),
+            error,
+        )
+
+
+def add_choice() -> None:
+    """Let SGLang's command line accept the backend's name. Idempotent."""
+    from sglang.srt.arg_groups import choices
+
+    if NAME not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        choices.add_disagg_transfer_backend_choices([NAME])
+
+
+def _hook() -> None:
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     members = {member.name: member.value for member in TransferBackend} | {NAME.upper(): NAME}
     extended = Enum("TransferBackend", members, module=UTILS)  # type: ignore[misc] # members at run time
-    add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{UTILS}.TransferBackend", extended, HookType.REPLACE)
     HookRegistry.register(f"{UTILS}.get_kv_class", _class_of, HookType.AROUND)
 
 
 def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any) -> Any:
-    """Return the class that SGLang requests. Raises ConfigError: `KNOWN_VERSIONS` lacks this version of SGLang."""
+    """Return the class that SGLang requests. Raises ConfigError: this version of SGLang is not supported."""
     if backend.value != NAME:
         return original(backend, class_type)
-    if version("sglang") not in KNOWN_VERSIONS:
-        raise _unknown_version()
+    check_release()
     from kvconnector.integrations.sglang.backend import CLASSES
 
     return CLASSES.get(class_type.value)
 
 
-def _unknown_version() -> ConfigError:
-    return ConfigError(
-        "kvconnector does not support this version of SGLang: use a known one, or a kvconnector release for yours",
-        sglang=version("sglang"),
+@cache
+def check_release(part: str = "ENTRIES") -> None:
+    """Raise ConfigError unless this is a known release of SGLang, or one that has all that `part` of `used.py` names.
+    Warns once of those.
+    """
+    warning = admit(
+        "SGLang",
+        version("sglang"),
         known=KNOWN_VERSIONS,
+        policy=policy_of(os.environ),
+        find=lambda: differences(getattr(used, part), Sources.of("sglang")),
     )
+    if warning:
+        logger.warning("%s", warning)

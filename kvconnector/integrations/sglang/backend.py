@@ -37,6 +37,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
 from kvconnector.errors import GeometryError, LocalError
+from kvconnector.integrations.sglang import check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.rank import RankTransfers
@@ -79,6 +80,8 @@ class KVManager(RankTransfers, BaseKVManager):
     ) -> None:
         self.prefill_info_table = PrefillInfos()
         is_prefill = disaggregation_mode.value == "prefill"
+        if _is_sparse(args):
+            check_release("SPARSE")
         refuse_unsupported(_facts(args, server_args))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         group = get_parallel().world_group.cpu_group
@@ -205,7 +208,9 @@ def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
         "attention dp_size": parallel.attn_dp_size,
         "attn_cp_size": parallel.attn_cp_size,
         "dcp_size": parallel.attn_dcp_size,
-        "enable_kv_cache_sharding": getattr(parallel, "enable_kv_cache_sharding", False),  # since 0.5.22
+        "enable_kv_cache_sharding": getattr(
+            parallel, "enable_kv_cache_sharding", False
+        ),  # since 0.5.22
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,

@@ -306,7 +306,9 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
             for at, each in enumerate(buffers)
         ]
         return _group(states, 1, shape)  # a block is one slot, and counts as one token
-    layout = getattr(args, "swa_kv_cache_layout", "nhd")  # since 0.5.22; before there was this one alone
+    layout = getattr(
+        args, "swa_kv_cache_layout", "nhd"
+    )  # since 0.5.22; before there was this one alone
     if layout != "nhd":
         raise GeometryError(
             "kvconnector transfers windows in pages of [token, head, dim] only", layout=layout

@@ -12,15 +12,20 @@ processes, even if they serve no connector.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from typing import TYPE_CHECKING
 
-from kvconnector.errors import ConfigError
+from kvconnector.integrations.contract import Sources, admit, differences, policy_of
+from kvconnector.integrations.vllm import used
 
 if TYPE_CHECKING:
     from kvconnector.integrations.vllm.connector import KVConnector
 
 __all__ = ["SUPPORTED_VLLM", "KVConnector", "register"]
+
+logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "KVConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 33))
@@ -49,6 +54,7 @@ def __getattr__(name: str) -> object:
 
     check_version(str(vllm.__version__))
     if name == "MultiConnector":
+        check_version(str(vllm.__version__), "RANGES")
         from kvconnector.integrations.vllm.ranges import RangeConnector
 
         return RangeConnector
@@ -57,15 +63,20 @@ def __getattr__(name: str) -> object:
     return KVConnector
 
 
-def check_version(found: str) -> None:
-    """Raise ConfigError unless this is a supported release of vLLM, or a development build (0.0.0, 0.1 or dev)."""
+def check_version(found: str, part: str = "ENTRIES") -> None:
+    """Raise ConfigError unless this is a known release of vLLM, one that has all that `part` of `used.py` names, or a
+    development build (0.0.0, 0.1 or dev).
+    """
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or release.group() in ("0.0", "0.1"):
         return
-    if (int(release[1]), int(release[2])) not in SUPPORTED_VLLM:
-        wanted = " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED_VLLM)
-        raise ConfigError(
-            f"kvconnector's vLLM integration works with vLLM {wanted}: install one of these, or a release of"
-            " kvconnector for yours",
-            found=found,
-        )
+    known = [f"{major}.{minor}" for major, minor in SUPPORTED_VLLM]
+    warning = admit(
+        "vLLM",
+        found,
+        known=known,
+        policy=policy_of(os.environ),
+        find=lambda: differences(getattr(used, part), Sources.of("vllm")),
+    )
+    if warning:
+        logger.warning("%s", warning)

@@ -137,7 +137,25 @@ def test_supported_and_development_versions_pass(found):
     check_version(found)
 
 
-@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.32.0"])
-def test_other_versions_are_refused_by_name(found):
-    with pytest.raises(ConfigError, match=r"0\.32\.x and 0\.33\.x.*" + found.replace(".", r"\.")):
-        check_version(found)
+def _engine(monkeypatch, found):
+    """Let the installed vLLM differ in `found` from what is used of it."""
+    monkeypatch.setattr("kvconnector.integrations.vllm.Sources.of", lambda _: None)
+    monkeypatch.setattr("kvconnector.integrations.vllm.differences", lambda *_: found)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0"])
+def test_other_versions_run_with_a_warning_if_they_have_all_that_is_used(
+    monkeypatch, caplog, version
+):
+    _engine(monkeypatch, [])
+    check_version(version)
+    assert f"vLLM {version} is newer or older" in caplog.text
+    monkeypatch.setenv("KVCONNECTOR_ENGINE_VERSIONS", "known")
+    with pytest.raises(ConfigError, match=r"0\.32.*0\.33"):
+        check_version(version)
+
+
+def test_other_versions_that_lack_something_are_refused_by_what_they_lack(monkeypatch):
+    _engine(monkeypatch, ["x is missing"])
+    with pytest.raises(ConfigError, match=r"0\.34\.0.*x is missing"):
+        check_version("0.34.0")

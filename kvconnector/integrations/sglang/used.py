@@ -1,0 +1,173 @@
+"""What the SGLang backend uses of SGLang, for `contract.py`: names, and the code that says where bytes lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from kvconnector.integrations.contract import (
+    Entry,
+    Fields,
+    Imported,
+    Mentioned,
+    Name,
+    Passed,
+    Sources,
+    Unchanged,
+    Used,
+    Values,
+    members,
+    parameters,
+)
+
+UTILS = "srt/disaggregation/utils.py"
+CONN = "srt/disaggregation/base/conn.py"
+COMMON = "srt/disaggregation/common/conn.py"
+DECODE = "srt/disaggregation/decode.py"
+PREFILL = "srt/disaggregation/prefill.py"
+CALLERS = (PREFILL, DECODE, "srt/managers/scheduler.py")
+POOLS = "srt/mem_cache/memory_pool.py"
+WINDOWS = "srt/mem_cache/swa_memory_pool.py"
+CONTEXT = "srt/runtime_context.py"
+OF_REFUSED = frozenset(
+    {
+        "_ensure_prefill_recompute_executor",  # prefill engines of which nothing is known
+        "try_ensure_parallel_info",
+        "_staging_handler",  # the staging buffer
+        "set_kv_buffer_tensors",
+        "transfer_infos",  # prefill context parallelism
+        "abort_notified",  # pages kept after an abort
+        "bootstrap_infos",
+        "conclude_state",  # allocation once a prompt is computed
+    }
+)
+"""Names that SGLang uses only with what does not occur here."""
+
+
+@functools.cache
+def _own() -> Sources:
+    return Sources(Path(__file__).parent)
+
+
+def _names(*places: str) -> Callable[[], frozenset[str]]:
+    def names() -> frozenset[str]:
+        found = [_own().find(place) for place in places]
+        return frozenset(name for each in found if each is not None for name in members(each))
+
+    return names
+
+
+def _taken(place: str) -> Callable[[], tuple[tuple[str, ...], bool]]:
+    def taken() -> tuple[tuple[str, ...], bool]:
+        found = _own().find(place)
+        if found is None:
+            return (), False
+        made = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
+        return parameters(found), getattr(getattr(made, "args", None), "kwarg", None) is not None
+
+    return taken
+
+
+ROOM = "transfers.py:RoomTransfer"
+SENDER = _names(ROOM, "transfers.py:SentPrompt", "backend.py:KVSender")
+RECEIVER = _names(ROOM, "transfers.py:LoadedPrompt", "backend.py:KVReceiver")
+MANAGER = _names("rank.py:RankTransfers", "backend.py:KVManager")
+
+ENTRIES: tuple[Entry, ...] = (
+    # how a backend is found
+    Mentioned("srt/arg_groups/choices.py", ("add_disagg_transfer_backend_choices",)),
+    Values(f"{UTILS}:TransferBackend", {"NIXL": "nixl", "FAKE": "fake"}),
+    Values(
+        f"{UTILS}:KVClassType",
+        {
+            "KVARGS": "kvargs",
+            "MANAGER": "manager",
+            "SENDER": "sender",
+            "RECEIVER": "receiver",
+            "BOOTSTRAP_SERVER": "bootstrap_server",
+        },
+    ),
+    Name(f"{UTILS}:get_kv_class", ("transfer_backend", "class_type")),
+    Name("srt/plugins/hook_registry.py:HookRegistry.register", ("target", "hook", "hook_type")),
+    Name("srt/plugins/hook_registry.py:HookRegistry.apply_hooks"),
+    Values(
+        "srt/plugins/hook_registry.py:HookType",
+        {"BEFORE": "before", "AFTER": "after", "AROUND": "around", "REPLACE": "replace"},
+    ),
+    # what it is called with, and what it answers
+    Values(
+        f"{CONN}:KVPoll",
+        {"Failed": 0, "Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3, "Success": 4},
+    ),
+    Fields(
+        f"{CONN}:KVArgs",
+        (
+            *("pp_rank", "page_size", "kv_cache_dtype_str", "system_dp_rank", "num_draft_entries"),
+            *("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids"),
+            *("aux_data_ptrs", "aux_data_lens", "aux_item_lens", "is_hybrid_mla_backend"),
+            *("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens"),
+            *("state_layer_ids", "state_dim_per_tensor", "state_slice_outer_counts"),
+            "state_conv_shard_groups",
+        ),
+    ),
+    Fields(f"{CONN}:KVTransferMetric", ("transfer_latency_s", "transfer_total_bytes")),
+    Name(f"{CONN}:BaseKVManager", ("args", "disaggregation_mode", "server_args")),
+    Name(f"{CONN}:BaseKVSender"),
+    Name(f"{CONN}:BaseKVReceiver"),
+    Passed(f"{COMMON}:CommonKVSender", _taken("transfers.py:SentPrompt")),
+    Passed(f"{COMMON}:CommonKVReceiver", _taken("transfers.py:LoadedPrompt")),
+    Used(CALLERS, "disagg_kv_sender", f"{CONN}:BaseKVSender", SENDER, OF_REFUSED),
+    Used(CALLERS, "kv_receiver", f"{CONN}:BaseKVReceiver", RECEIVER, OF_REFUSED),
+    Used(CALLERS, "kv_manager", f"{CONN}:BaseKVManager", MANAGER, OF_REFUSED),
+    # what it hooks and asks
+    Name(f"{DECODE}:DecodePreallocQueue._send_kv_metadata", ("decode_req", "kv_indices")),
+    Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
+    Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
+    Name(f"{UTILS}:prepare_abort", ("req", "error_message", "status_code")),
+    Name(f"{CONTEXT}:get_parallel"),
+    Name(f"{CONTEXT}:get_disagg"),
+    Name(f"{CONTEXT}:get_serving"),
+    Mentioned(
+        CONTEXT,
+        (
+            *("attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank", "attn_cp_size"),
+            *("attn_dcp_size", "dp_size", "pp_size"),
+        ),
+    ),
+    Mentioned("srt/distributed/parallel_state.py", ("world_group",)),
+    Imported(Path(__file__).parent, "sglang"),
+    Fields(
+        "srt/configs/model_config.py:ModelConfig",
+        (
+            *("from_server_args", "num_hidden_layers", "get_total_num_kv_heads"),
+            *("get_swa_num_kv_heads", "swa_attention_layer_ids", "dtype", "hf_config"),
+        ),
+    ),
+    Name("srt/distributed/utils.py:get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
+    Name("srt/utils/network.py:get_local_ip_auto", ("fallback",)),
+    # where bytes lie
+    Unchanged(f"{UTILS}:MetadataBuffers.get_buf_infos", ("b5747e6bd3f4ca39",)),
+    Unchanged(f"{POOLS}:MHATokenToKVPool._create_buffers", ("e443a65646164191",)),
+    Unchanged(f"{POOLS}:MHATokenToKVPool.get_contiguous_buf_infos", ("6274d371993ad514",)),
+    Unchanged(f"{POOLS}:MLATokenToKVPool._create_buffers", ("410dac231897d16f",)),
+    Unchanged(f"{POOLS}:MLATokenToKVPool.get_contiguous_buf_infos", ("13155274f816b7e8",)),
+    Unchanged(f"{POOLS}:HybridLinearKVPool.get_contiguous_buf_infos", ("9c1de9793d68de84",)),
+    Unchanged(f"{POOLS}:HybridLinearKVPool.get_state_buf_infos", ("2552c3d870037038",)),
+    Unchanged(f"{POOLS}:MambaPool.get_contiguous_buf_infos", ("ca7e4088996b5b15",)),
+    Unchanged(f"{WINDOWS}:SWAKVPool.get_contiguous_buf_infos", ("97dee9ed328f69ed",)),
+    Unchanged(f"{WINDOWS}:SWAKVPool.get_state_buf_infos", ("de58d8adf6cb34c1",)),
+)
+
+V4 = "srt/mem_cache/deepseek_v4_memory_pool.py:DeepSeekV4TokenToKVPool"
+SPARSE: tuple[Entry, ...] = (
+    Unchanged(f"{POOLS}:DSATokenToKVPool.get_state_buf_infos", ("80f8dd238f345cc9",)),
+    Unchanged(
+        "srt/mem_cache/index_key_cache.py:IndexKeyCache.state_buf_infos", ("2db209a094c53f63",)
+    ),
+    Unchanged(f"{V4}.get_contiguous_buf_infos", ("218f845e7bfe45ed", "e1f7cb3794b8db58")),
+    Unchanged(f"{V4}.get_state_buf_infos", ("033c41708bea4e2d", "9b37c41e7af29751")),
+    Unchanged(f"{V4}.get_request_state_buf_infos", ("5feed0f89d9d749a",)),
+    Unchanged(f"{V4}.get_unified_swa_ring_buf_infos", ("2c417142758d7a7d", "b108d521071c9979")),
+)
+"""What only models with sparse attention and DeepSeek-V4 use: elsewhere it may differ."""
