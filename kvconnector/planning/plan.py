@@ -63,7 +63,8 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     follow from the route, `token_ranges[group]` and `layers` (global indices), so only the latter two travel.
 
     A segment without rows has no members either. Every message has at most `chunk_bytes`. `token_stop` and `layer_stop`
-    are one more than the last token, in the request's sequence, and the last layer, a global index, that are read.
+    are one more than the last token, in the request's sequence, and the last layer, a global index, that are read. A
+    compressed group's ranges and members count its rows, `token_stop` the tokens that these stand for.
     """
 
     route: Route
@@ -185,7 +186,8 @@ def plan_read(
                 )
             max_chunks += len(rows) * (2 * len(members) // tokens_fit + 2)
             nbytes += len(rows) * len(members) * window.part_token_bytes
-            token_stop = max(token_stop, 1 + segment.stripe.token(members[-1]))
+            row_stop = 1 + segment.stripe.token(members[-1])
+            token_stop = max(token_stop, row_stop * route.row_tokens[segment.group])
             last_layer = segment.layers[rows.stop // segment.num_parts - 1]
             layer_stop = max(layer_stop, 1 + last_layer)
         all_members.append(members)

@@ -1,4 +1,5 @@
-"""`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed.
+"""`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed. Of a
+compressed group (`GroupGeometry.row_tokens`) the answer is in rows, and the question in tokens.
 
 After a prefix hit different groups may lack different tokens, so each answers for itself.
 """
@@ -26,10 +27,17 @@ class Retention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeepsAll:
-    """Full attention: every token."""
+    """Full attention: every token, or every whole row of `row_tokens` tokens. Tokens after the last whole row are in
+    no row: a model that compresses keeps what it needs of them in groups of windows, chunks or states.
+    """
+
+    row_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, GeometryError, row_tokens=self.row_tokens)
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        return range(min(num_computed_tokens, stop), stop)
+        return range(min(num_computed_tokens, stop) // self.row_tokens, stop // self.row_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,9 @@ class KeepsWindow:
 
 @dataclass(frozen=True, slots=True)
 class KeepsChunk:
-    """Chunked local attention: a query sees its own chunk of `chunk_tokens` tokens, up to itself."""
+    """Chunked local attention: a query sees its own chunk of `chunk_tokens` tokens, up to itself. So does a compressor
+    whose rows do not overlap: it needs the tokens of the row that it has begun, which are none at the end of a row.
+    """
 
     chunk_tokens: int
 
@@ -73,19 +83,27 @@ class KeepsEncoder:
 @dataclass(frozen=True, slots=True)
 class KeepsState:
     """A recurrent state: it summarises all tokens before its position, and serves no other position. It counts as one
-    token, the last of these, and a block of its group holds one.
+    token, the last of these, and a block of its group holds one. So does anything else of which a request has one block
+    of bytes that nobody divides, such as a ring of recent tokens: a part whose one head has the block's bytes.
     """
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
 
 
-def retention_named(keeps: Keeps, extent_tokens: int = 0) -> Retention:
-    """Return the retention of this name. `extent_tokens` is the length of a window or a chunk.
+def retention_named(keeps: Keeps, extent_tokens: int = 0, row_tokens: int = 1) -> Retention:
+    """Return the retention of this name. `extent_tokens` is the length of a window or a chunk; rows of several tokens
+    are kept all.
 
     Raises:
-        GeometryError: A window or a chunk has no tokens.
+        GeometryError: A window or a chunk has no tokens, or a group that keeps only some has rows of several.
     """
+    if keeps != "all" and row_tokens != 1:
+        raise GeometryError(
+            "a group with rows of several tokens keeps all of them",
+            keeps=keeps,
+            row_tokens=row_tokens,
+        )
     match keeps:
         case "window":
             return KeepsWindow(extent_tokens)
@@ -95,4 +113,4 @@ def retention_named(keeps: Keeps, extent_tokens: int = 0) -> Retention:
             return KeepsEncoder()
         case "state":
             return KeepsState()
-    return KeepsAll()
+    return KeepsAll(row_tokens)

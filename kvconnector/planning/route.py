@@ -45,6 +45,7 @@ class Route:
     Chunks of `segments[i]` are best cut at multiples of the first of `align_tokens[i]` that fits, in members of its
     stripe: a common multiple of both sides' block sizes, then the larger one, then the smaller. `here[i]` is
     `segments[i]` in the terms of this rank; on the consumer's side `there[i]` is the same for the producer rank.
+    `row_tokens[group]` is that of the common groups.
     """
 
     peer: Rank
@@ -54,6 +55,7 @@ class Route:
     align_tokens: tuple[tuple[int, ...], ...]
     here: tuple[SegmentWindow, ...]
     there: tuple[SegmentWindow, ...] = ()
+    row_tokens: tuple[int, ...] = (1,)
 
 
 def plan_routes(
@@ -112,9 +114,17 @@ def make_route(
             max_segments=MAX_SEGMENTS,
         )
     align_tokens = tuple(_alignments(ours[s.group], theirs[s.group], s.stripe) for s in segments)
-    num_groups = min(len(ours), len(theirs))
-    here = _windows(segments, ours)
-    return Route(peer, num_groups, len(ours), segments, align_tokens, here, there)
+    row_tokens = tuple(each.row_tokens for each, _ in zip(ours, theirs, strict=False))
+    return Route(
+        peer=peer,
+        num_groups=len(row_tokens),
+        num_own_groups=len(ours),
+        segments=segments,
+        align_tokens=align_tokens,
+        here=_windows(segments, ours),
+        there=there,
+        row_tokens=row_tokens,
+    )
 
 
 def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:

@@ -145,18 +145,19 @@ def directory_of(
 def checked_retentions(
     engine: EngineGeometry, retentions: Sequence[Retention] | None
 ) -> tuple[Retention, ...]:
-    """Return each cache group's retention; by default it keeps every token.
+    """Return each cache group's retention; by default it keeps every token, or every row.
 
     Raises:
-        GeometryError: not as many as groups, a group of states has blocks of several tokens, or ranks share the tokens
-            of a group that keeps only some.
+        GeometryError: not as many as groups, a group of states has blocks of several tokens, a retention counts rows of
+            other tokens than its group, or ranks share the tokens of a group that keeps only some.
     """
-    kept = tuple(retentions or [KeepsAll()] * engine.num_groups)
+    groups = engine.ranks[0].groups
+    kept = tuple(retentions or [KeepsAll(group.row_tokens) for group in groups])
     if len(kept) != engine.num_groups:
         raise GeometryError(
             "there is one retention per cache group", retentions=len(kept), groups=engine.num_groups
         )
-    for index, (retention, group) in enumerate(zip(kept, engine.ranks[0].groups, strict=True)):
+    for index, (retention, group) in enumerate(zip(kept, groups, strict=True)):
         _check_retention(index, retention, group)
     return kept
 
@@ -165,6 +166,14 @@ def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> 
     if isinstance(retention, KeepsState) and group.block_size != 1:
         raise GeometryError(
             "a state is one token, and a block holds one", group=index, block_size=group.block_size
+        )
+    row_tokens = retention.row_tokens if isinstance(retention, KeepsAll) else 1
+    if row_tokens != group.row_tokens:
+        raise GeometryError(
+            "a cache group and its retention have rows of the same tokens",
+            group=index,
+            retention=retention,
+            row_tokens=group.row_tokens,
         )
     if not isinstance(retention, KeepsAll) and group.dcp_size > 1:
         raise GeometryError(

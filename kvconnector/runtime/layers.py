@@ -36,13 +36,14 @@ class StepLayers:
         layers: set[int] = set()
         nbytes = 0
         for prompt in self._prompts:
-            num_tokens = prompt.watermark.ahead_tokens - prompt.watermark.num_tokens
+            first, stop = prompt.watermark.num_tokens, prompt.watermark.ahead_tokens
             for group, blocks in zip(pools.groups, prompt.blocks, strict=False):
                 if blocks.wire_ids:
                     held = group.geometry
                     layers |= {each for each in held.layers if each + 1 < MAX_AHEAD_LAYERS}
                     token_bytes = sum(part.token_bytes for part in held.parts) // held.dcp_size
-                    nbytes += num_tokens * len(held.layers) * token_bytes
+                    num_rows = stop // held.row_tokens - first // held.row_tokens
+                    nbytes += num_rows * len(held.layers) * token_bytes
         num_pieces = min(MAX_PIECES, nbytes // MIN_PIECE_BYTES, len(layers))
         size = -(-len(layers) // max(1, num_pieces))
         cuts = range(0, len(layers), size) if num_pieces > 1 else ()

@@ -78,7 +78,7 @@ class Offers:
     ) -> None:
         # ranks may have pools of different sizes, and an id stands for a block in each
         num_blocks = [min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)]
-        sizes = [group.virtual_block_tokens for group in engine.ranks[0].groups]
+        sizes = [group.virtual_block_tokens for group in engine.ranks[0].groups]  # in rows
         self._groups = list(zip(sizes, retentions, num_blocks, strict=True))
         self._streams: dict[str, Stream] = {}
         self.held: dict[str, str] = {}
@@ -124,13 +124,16 @@ class Offers:
         # only blocks of groups that keep every token stay the same while more tokens are computed
         known: list[list[int]] = []
         for (size, retention, _), ids in zip(self._groups, all_ids, strict=True):
-            is_kept = isinstance(retention, KeepsAll)
-            known.append(ids[: -(-stop // size)] if is_kept else [])
-            if is_kept and len(ids) * size < watermark.step_stop:
+            if not isinstance(retention, KeepsAll):
+                known.append([])
+                continue
+            m = retention.row_tokens
+            known.append(ids[: -(-max(1, stop // m) // size)])
+            if len(ids) * size < watermark.step_stop // m:
                 raise BlockIdError(
                     f"the blocks of request {request_id} do not hold these tokens",
                     tokens=watermark.step_stop,
-                    blocks_hold=len(ids) * size,
+                    blocks_hold=len(ids) * size * m,
                 )
         held = stream.blocks(known, firsts)
         stream.watermark, stream.has_begun = watermark, True

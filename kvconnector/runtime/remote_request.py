@@ -129,6 +129,7 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
             token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
             local_blocks=tuple(map(GroupBlocks.of, ids, starts)),
             remote_blocks=self.params.blocks(),
+            token_stop=stop,
         )
 
     def in_whole_blocks(
@@ -138,7 +139,7 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         it has named its blocks, and their number is that of blocks of our size (in `groups`).
 
         Raises:
-            BlockIdError: not one positive number of tokens per cache group.
+            BlockIdError: not one positive number of tokens per cache group, or one that ends inside a row.
         """
         if not cache_block_tokens:
             return order
@@ -148,11 +149,19 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
                 cache_block_tokens=cache_block_tokens,
                 groups=len(groups),
             )
+        sizes = [group.row_tokens for group in groups]
+        if any(whole % m for whole, m in zip(cache_block_tokens, sizes, strict=True)):
+            raise BlockIdError(
+                "blocks of a prefix cache have whole rows",
+                cache_block_tokens=cache_block_tokens,
+                row_tokens=sizes,
+            )
         ranges = list(order.token_ranges)
         # a followed producer has named no blocks
         begins = zip(order.remote_blocks, cache_block_tokens, groups, strict=False)
         for index, (remote, whole, group) in enumerate(begins):
             (start, stop), size = ranges[index], group.virtual_block_tokens
+            whole //= group.row_tokens  # noqa: PLW2901
             has_our_size = -(-stop // size) == remote.first_block + remote.num_blocks
             first = start // whole * whole
             if start < stop and has_our_size and remote.first_block * size <= first:

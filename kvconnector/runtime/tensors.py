@@ -68,12 +68,14 @@ def cache_group(
     total_heads: int = 0,
     head_start: int = 0,
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+    row_tokens: int = 1,
 ) -> CacheGroup:
     """Make a cache group of this rank from its tensors.
 
     `caches[layer]` are K and V, or one tensor with both or with a latent, each seen as
     `[num_blocks, num_heads, block_size, head_dim]`; any strides will do. The rank holds the heads from `head_start` on
-    of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines.
+    of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines. If `row_tokens` tokens
+    share a row of a compressed cache, the tensors' `block_size` and the interleave count rows.
 
     Raises:
         GeometryError: no layer, tensors that are not alike or not of four axes, or heads beyond `total_heads`.
@@ -110,6 +112,7 @@ def cache_group(
         dcp_size=context_parallel.world_size,
         dcp_rank=context_parallel.rank,
         interleave_tokens=context_parallel.interleave_tokens,
+        row_tokens=row_tokens,
     )
     return CacheGroup(
         geometry=geometry,

@@ -233,7 +233,7 @@ class RemoteEngines:
                 self._links.send(event.link, look_up(engine.name, holders, geometry))
                 return
             engine.routes = plan_routes(self._topology, geometry, self._orders)
-            engine.num_groups = geometry.num_groups
+            engine.row_tokens = tuple(group.row_tokens for group in geometry.ranks[0].groups)
         except KVConnectorError as error:
             self._lose(engine, event, error, now)
             return

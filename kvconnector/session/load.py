@@ -101,7 +101,9 @@ LOAD_TABLE: Table[LoadState] = Table(
 
 
 class Piece(NamedTuple):
-    """A part of a load that is read at once: these tokens of each cache group, in these layers (global indices)."""
+    """A part of a load that is read at once: these tokens of each cache group, or rows of one that is compressed, in
+    these layers (global indices).
+    """
 
     token_ranges: tuple[range, ...]
     layers: range = ALL_LAYERS
@@ -110,7 +112,7 @@ class Piece(NamedTuple):
 class Load(Tracked[LoadState]):
     """A request's transfer, the engine's order, and its unfinished reads.
 
-    `left[group]` are the tokens that no read covers yet; of `begun` only some layers are covered. The first
+    `left[group]` are the tokens, or rows, that no read covers yet; of `begun` only some layers are covered. The first
     `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report of each producer
     worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the prompt, and the
     engine asks for the load once it `has_begun`. It is given up at `deadline`, unless it makes progress before. Once
@@ -228,17 +230,21 @@ class Load(Tracked[LoadState]):
             if not any(ranges):
                 stop = min(each.watermark.token_stop for each in reports)
                 ranges = self._up_to(stop, reports)
-        stop = max((tokens.stop for tokens in ranges if tokens), default=0)
+        ends = zip(ranges, self.engine.row_tokens, strict=False)
+        stop = max((tokens.stop * m for tokens, m in ends if tokens), default=0)
         layer_stop = min(each.watermark.layer_stop(stop) for each in reports)
         return Piece(ranges, range(first, layer_stop))
 
     def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
-        """Return the tokens left below `stop`, none of groups that some of these workers cannot be read of yet."""
-        stops = [stop if all(_has(p, g) for p in reports) else 0 for g in range(len(self.left))]
-        return tuple(
-            range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
-            for tokens, limit in zip(self.left, stops, strict=True)
-        )
+        """Return what is left of the tokens below `stop`, nothing of groups that some workers cannot be read of
+        yet.
+        """
+        ranges = []
+        for group, tokens in enumerate(self.left):
+            is_there = tokens and all(_has(report, group) for report in reports)
+            limit = stop // self.engine.row_tokens[group] if is_there else 0
+            ranges.append(range(tokens.start, max(tokens.start, min(tokens.stop, limit))))
+        return tuple(ranges)
 
     def ask(self, asked: LoadRequest, now: float) -> KVConnectorError | None:
         """Record the engine's order. If a worker's check refused its blocks, `filled_tokens` stays unknown.
@@ -262,8 +268,12 @@ class Load(Tracked[LoadState]):
     def note_filled(self) -> None:
         """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks."""
         if self.begun is None:
-            starts = [tokens.start for tokens in self.left if tokens]
-            everything = [tokens.stop for tokens in self.left]
+            row_tokens = self.engine.row_tokens or (1,) * len(self.left)
+            left = [*zip(self.left, row_tokens, strict=False)]
+            starts = [tokens.start * m for tokens, m in left if tokens]
+            everything = [tokens.stop * m for tokens, m in left]
+            if self.asked is not None:  # rows end before the tokens that no row holds yet
+                everything.append(self.asked.token_stop)
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:

@@ -74,12 +74,14 @@ class WantRequest(_Order, frozen=True):
 class LoadRequest(_Order, frozen=True):
     """Load tokens `[start, stop)` of each group from the producer's blocks into ours. A followed request has no
     `remote_blocks`: the producer's workers report them. A worker sets `error` if its check fails: then the load fails.
+    Ranges of a compressed group count rows. The load brings what the tokens up to `token_stop` need.
     """
 
     token_ranges: tuple[tuple[int, int], ...]
     local_blocks: tuple[GroupBlocks, ...]
     remote_blocks: tuple[GroupBlocks, ...]
     error: KVConnectorError | None = None
+    token_stop: int = 0
 
 
 class DropRequest(_Order, frozen=True):

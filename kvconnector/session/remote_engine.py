@@ -230,7 +230,7 @@ class EngineLoads:
 
 class RemoteEngine(Tracked[EngineState]):
     """A producer engine: its address, its workers, and the `routes` on which we read from them. From its directory on,
-    `num_groups` is the number of its cache groups. Once it is ready,
+    `row_tokens` has those of each of its cache groups. Once it is ready,
     `chunk_bytes` is the longest chunk that we and all of its workers take, and it `was_ready`, even if it is lost.
 
     `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
@@ -249,13 +249,18 @@ class RemoteEngine(Tracked[EngineState]):
         self.directory_link: Link | None = None
         self.has_named_ranks = False
         self.routes: tuple[Route, ...] = ()
-        self.num_groups = 0
+        self.row_tokens: tuple[int, ...] = ()
         self.chunk_bytes = 0
         self.workers: dict[Rank, RemoteWorker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
         self.reads: dict[int, RankRead] = {}
         self.loss: ev.EngineLost | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Number of its cache groups."""
+        return len(self.row_tokens)
 
     @property
     def is_ready(self) -> bool:

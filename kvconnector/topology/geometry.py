@@ -96,6 +96,10 @@ class GroupGeometry(
 ):
     """A cache group on one rank: layers (global indices) with a common block table. `block_size` is in tokens.
 
+    In a compressed group a row stands for `row_tokens` tokens: row `i` for the tokens from `i * row_tokens` on, and it
+    exists once the last of them is computed. All that counts tokens of such a group counts rows: `block_size`,
+    `interleave_tokens`, stripes, ranges of tokens, blocks. Watermarks and offers count tokens.
+
     With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
     stands for a block on each of them. `scales[layer][part]`, if stated, are the factors by which a quantised cache's
     numbers are multiplied: one, or one for each head that this rank holds.
@@ -111,10 +115,13 @@ class GroupGeometry(
     dcp_rank: int = 0
     interleave_tokens: int = 1
     scales: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    row_tokens: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise GeometryError("block_size is out of range", block_size=self.block_size)
+        if not 1 <= self.row_tokens <= MAX_BLOCK_SIZE:
+            raise GeometryError("row_tokens is out of range", row_tokens=self.row_tokens)
         if self.context_parallel.world_size > 1 and self.block_size % self.interleave_tokens:
             raise GeometryError("the interleave does not divide the block", group=self)
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
@@ -171,7 +178,7 @@ class GroupGeometry(
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
     """Return the values of a group that must be equal on all ranks of an engine."""
     parts = [(part.name, *part.model_key) for part in group.parts]
-    return (group.block_size, group.dcp_size, group.interleave_tokens, parts)
+    return (group.block_size, group.dcp_size, group.interleave_tokens, group.row_tokens, parts)
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,6 +343,7 @@ def agreed_values(engine: EngineGeometry, num_groups: int) -> dict[str, object]:
             "kv_heads": _joined(heads),
             "head_dim": _joined(dims),
             "item_size_bytes": _joined(sizes),
+            "row_tokens": engine.ranks[0].groups[index].row_tokens,
         }
         if scales := _scales(engine, index):
             group["scales"] = scales

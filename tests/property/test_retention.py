@@ -33,6 +33,20 @@ def test_attention_misses_the_uncomputed_tokens_that_it_sees(computed, stop, ext
         assert missing.stop == stop
 
 
+@given(TOKENS, TOKENS, st.sampled_from([1, 4, 16]))
+def test_compressed_groups_miss_the_rows_whose_last_token_was_not_there(computed, stop, m):
+    rows = [row for row in range(stop // m) if (row + 1) * m > computed]
+    assert list(KeepsAll(m).missing(computed, stop)) == rows
+
+
+@pytest.mark.parametrize("keeps", ["window", "chunk", "state", "encoder"])
+def test_groups_that_forget_have_rows_of_one_token(keeps):
+    with pytest.raises(GeometryError, match="row_tokens=4"):
+        retention_named(keeps, 8, 4)
+    with pytest.raises(GeometryError, match="row_tokens=0"):
+        KeepsAll(0)
+
+
 @given(TOKENS, TOKENS)
 def test_a_state_is_missing_unless_it_is_of_the_position(computed, stop):
     missing = KeepsState().missing(computed, stop)
@@ -54,6 +68,7 @@ def test_an_extent_is_at_least_one_token(kind):
         (("chunk", 3), KeepsChunk(3)),
         (("encoder",), KeepsEncoder()),
         (("state",), KeepsState()),
+        (("all", 0, 4), KeepsAll(4)),
     ],
 )
 def test_a_retention_has_a_name(keeps, retention):

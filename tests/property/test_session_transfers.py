@@ -40,7 +40,10 @@ def cases(draw):
         draw(engines("p", *producer)),
         draw(engines("d", *consumer)),
         num_tokens,
-        [range(start, num_tokens) for start in starts],
+        [
+            range(start // group.row_tokens, num_tokens // group.row_tokens)
+            for start, group in zip(starts, consumer[0].groups, strict=True)
+        ],
         draw(st.sampled_from([180, 300, 16 * 1024])),  # one token of a part has 180 at most
         draw(st.integers(0, 2**16)),
     )

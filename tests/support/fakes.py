@@ -54,10 +54,11 @@ class FakePart:
 
 @dataclass(frozen=True, slots=True)
 class FakeGroup:
-    """Layers of a model that share block tables."""
+    """Layers of a model that share block tables. `row_tokens` tokens share a row."""
 
     layers: tuple[int, ...]
     parts: tuple[FakePart, ...]
+    row_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def cut_engine(
                     dcp_size=dcp_size,
                     dcp_rank=tp_rank % dcp_size,
                     interleave_tokens=interleave,
+                    row_tokens=group.row_tokens,
                 )
                 for group, block_size, (dcp_size, interleave) in zip(
                     shape.groups, block_sizes, dcp, strict=True

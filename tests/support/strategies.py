@@ -19,6 +19,7 @@ MAX_HEADS = 9
 MAX_BLOCK_TOKENS = 24
 MAX_INTERLEAVE = 6
 MAX_TOKENS = 60
+ROW_TOKENS = st.sampled_from([1, 1, 4, 128])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,10 @@ def model_shapes(draw):
     members[0] |= set(range(num_layers)) - set().union(*members)
     return FakeModel(
         num_layers=num_layers,
-        groups=tuple(FakeGroup(tuple(sorted(layers)), draw(part_shapes())) for layers in members),
+        groups=tuple(
+            FakeGroup(tuple(sorted(layers)), draw(part_shapes()), draw(ROW_TOKENS))
+            for layers in members
+        ),
     )
 
 

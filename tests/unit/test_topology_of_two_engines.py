@@ -89,6 +89,19 @@ def test_one_engine_may_lack_the_other_ones_last_groups(takes_draft, num_optiona
     assert {segment.group for segment in target.segments} == {0, 1}
 
 
+def test_rows_of_unequal_tokens_are_refused():
+    def cut(m):
+        shape = FakeModel(4, (FakeGroup(LAYERS, (FakePart("k", 4, 8, 2),), m),))
+        return cut_engine(shape, engine_id=f"m{m}", stages=[LAYERS], block_sizes=[16], tp_size=1)
+
+    for ours, theirs in ((1, 4), (4, 1), (4, 128)):
+        with pytest.raises(IncompatiblePeerError, match="disagree in row_tokens"):
+            topology(cut(ours)).check_compatible(cut(theirs))
+    topology(cut(4)).check_compatible(cut(4))
+    with pytest.raises(GeometryError, match="row_tokens=0"):
+        cut(0)
+
+
 def test_an_engine_has_no_more_optional_groups_than_groups():
     for count in (-1, 2):
         with pytest.raises(GeometryError, match=f"num_optional={count}, groups=1"):

@@ -143,6 +143,83 @@ def test_offers_may_lack_optional_groups_or_have_more():
         scheduler.on_new_request("w", PARAMS)
 
 
+COMPRESSED = FakeEngine(
+    "d",
+    FakeModel(1, tuple(FakeGroup((0,), (FakePart("k", 2, 4),), m) for m in (1, 4, 128))),
+    block_sizes=(4, 2, 1),
+    num_blocks=(99, 99, 99),
+)
+
+
+def test_a_producer_names_the_blocks_of_rows_that_exist():
+    def blocks(*counts):
+        return [list(range(count)) for count in counts]
+
+    config = structs.replace(CONFIG, role="producer")
+    with Scheduler(config, metadata_of(COMPRESSED, "producer")) as producer:
+        producer.on_new_request("r", STREAMED)
+        # a block without rows tells consumers that the prompt has begun
+        for num_tokens, named in (
+            (3, [1, 1, 1]),
+            (4, [1, 1, 1]),
+            (15, [4, 2, 1]),
+            (260, [65, 33, 2]),
+        ):
+            producer.grow("r", blocks=blocks(66, 40, 3), num_tokens=num_tokens)
+            *_, order = _orders(producer.build_step(), GrowRequest)
+            assert [group.num_blocks for group in order.blocks] == named
+            assert order.watermark.num_tokens == num_tokens
+        for wrong in (blocks(66, 32, 2), blocks(66, 33, 1)):
+            with pytest.raises(BlockIdError, match="do not hold these tokens"):
+                producer.grow("r", blocks=wrong, num_tokens=263)
+            with pytest.raises(BlockIdError, match="do not hold these tokens"):
+                producer.offer("r", blocks=wrong, num_tokens=263)
+        producer.offer("r", blocks=blocks(66, 33, 2), num_tokens=263)
+        # a prompt without a whole row has no blocks of it
+        producer.offer("s", blocks=blocks(1, 0, 0), num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "cached, stop, ranges",
+    [
+        (0, 263, [(0, 263), (0, 65), (0, 2)]),
+        (256, 263, [(256, 263), (64, 65), (2, 2)]),
+        (255, 263, [(255, 263), (63, 65), (1, 2)]),
+        (0, 3, [(0, 3), (0, 0), (0, 0)]),
+    ],
+)
+def test_a_load_names_rows(cached, stop, ranges):
+    scheduler = consumer_scheduler(COMPRESSED)
+    offered = [list(range(count)) for count in (66, 33, 2)]
+    params = {**PARAMS, "remote_block_ids": offered, "remote_num_tokens": 263}
+    scheduler.on_new_request("w", params)
+    assert scheduler.matched_tokens("w", stop + 1, cached) == (stop - cached, True)
+    scheduler.load("w", blocks=offered, num_tokens=stop - cached)
+    (order,) = _orders(scheduler.build_step(), LoadRequest)
+    assert (list(order.token_ranges), order.token_stop) == (ranges, stop)
+
+
+def test_whole_blocks_of_a_prefix_cache_are_whole_rows():
+    scheduler = consumer_scheduler(COMPRESSED)
+    offered = [list(range(count)) for count in (66, 33, 2)]
+    params = {**PARAMS, "remote_block_ids": offered, "remote_num_tokens": 263}
+    scheduler.on_new_request("w", params)
+    scheduler.matched_tokens("w", 264, 134)
+    with pytest.raises(BlockIdError, match="whole rows"):
+        scheduler.load("w", blocks=offered, num_tokens=129, cache_block_tokens=[4, 6, 128])
+    loaded = scheduler.load("w", blocks=offered, num_tokens=129, cache_block_tokens=[4, 8, 256])
+    assert loaded == ((132, 263), (32, 65), (0, 2))
+
+
+def test_retentions_count_the_rows_of_their_groups():
+    for wrong in (
+        [KeepsAll(), KeepsAll(), KeepsAll(128)],
+        [KeepsAll(), KeepsWindow(4), KeepsAll(128)],
+    ):
+        with pytest.raises(GeometryError, match="rows of the same tokens"):
+            consumer_scheduler(COMPRESSED, wrong)
+
+
 @pytest.mark.parametrize("request_id", [7, b"r", "\ud800"], ids=ascii)
 def test_an_id_that_no_order_can_carry_is_refused_alone(scheduler, producer, request_id):
     for half, params in ((scheduler, PARAMS), (producer, STREAMED)):

@@ -14,8 +14,9 @@ from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import events as ev
 from kvconnector.session import load
 from kvconnector.session.lease import lease_key
-from kvconnector.session.orders import GrowRequest, HoldRequest, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
+from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.unit.session import harness
@@ -287,6 +288,21 @@ def test_a_loss_after_the_last_token_keeps_all_tokens():
     assert not harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")
     (ended,) = harness.of(side.handle(ev.LinkLost(link, PeerLostError("gone"))), "finish_load")
     assert (type(ended.error), ended.load.filled_tokens) == (PeerLostError, 12)
+
+
+def test_rows_fill_the_tokens_that_they_stand_for():
+    """Rows of four tokens beside rows of one, of a prompt of 14 tokens: the last two are in no row of four."""
+    one = load.Load(harness.want(is_followed=True), RemoteEngine(harness.ADDRESS), 0.0)
+    one.engine.row_tokens = (4, 1)
+    one.ask(LoadRequest("w", ((0, 3), (0, 14)), harness.BLOCKS, (), token_stop=14), 0.0)
+    assert one.filled_tokens == 0
+    for first, second, filled in ((2, 14, 8), (3, 9, 9), (3, 14, 14)):
+        one.left = range(first, 3), range(second, 14)
+        one.note_filled()
+        assert one.filled_tokens == filled
+    one.engine.row_tokens, one.left = (4,), (range(3, 3),)
+    one.note_filled()
+    assert one.filled_tokens == 14
 
 
 @pytest.mark.parametrize(
