@@ -1,6 +1,6 @@
 """Writes the Grafana dashboard: `python dashboard.py > dashboard.json`. It needs grafana-foundation-sdk.
 
-It shows what `kvconnector.integrations.prometheus.EngineMetrics` exports.
+It shows what `kvconnector.integrations.prometheus.EngineMetrics` exports, and the same of vLLM, under vLLM's names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
-EXPOSED = "kvconnector_exposed_handover_seconds"
 WHERE = 'engine=~"$engine"'
+VLLM_WHERE = 'instance=~"$vllm"'
+EXPOSED = "kvconnector_exposed_handover_seconds"
+VLLM = "vllm:kvconnector"
 
 
 class Graph(NamedTuple):
@@ -36,6 +38,17 @@ def quantile(share: float, seconds: str = "kvconnector_transfer_seconds") -> str
 def rate(metric: str, label: str) -> str:
     """Return a counter's rate by engine and one more label."""
     return f"sum by (engine, {label}) (rate({metric}{{{WHERE}}}[$__rate_interval]))"
+
+
+def vllm_rate(metric: str, *labels: str) -> str:
+    """Return the rate of a counter of vLLM by instance, data-parallel rank and other labels."""
+    by = ", ".join(("instance", "engine", *labels))
+    return f"sum by ({by}) (rate({VLLM}_{metric}{{{VLLM_WHERE}}}[$__rate_interval]))"
+
+
+def vllm_quantile(share: float, metric: str) -> str:
+    """Return a quantile of a histogram of vLLM."""
+    return f"histogram_quantile({share}, {vllm_rate(f'{metric}_bucket', 'le')})"
 
 
 GRAPHS = (
@@ -69,12 +82,37 @@ GRAPHS = (
             "{{engine}} expired": f"increase(kvconnector_leases_expired_total{{{WHERE}}}[$__rate_interval])",
         },
     ),
+    Graph(
+        "vLLM: bandwidth",
+        "Bps",
+        {"{{instance}} {{engine}}": vllm_rate("bytes_transferred_sum")},
+    ),
+    Graph(
+        "vLLM: loads", "ops", {"{{instance}} {{path}}": vllm_rate("num_transfers_total", "path")}
+    ),
+    Graph(
+        "vLLM: time of a load",
+        "s",
+        {
+            "{{instance}} p50": vllm_quantile(0.5, "xfer_time_seconds"),
+            "{{instance}} p99": vllm_quantile(0.99, "xfer_time_seconds"),
+        },
+    ),
+    Graph(
+        "vLLM: failures",
+        "ops",
+        {
+            "{{instance}} {{cause}}": vllm_rate("num_failed_transfers_total", "cause"),
+            "{{instance}} lease expired": vllm_rate("num_kv_expired_reqs_total"),
+        },
+    ),
 )
 
 
 def build() -> str:
     """Return the dashboard as JSON."""
     engines = QueryVariable("engine").datasource(SOURCE).multi(True).include_all(True)
+    servers = QueryVariable("vllm").datasource(SOURCE).multi(True).include_all(True)
     board = (
         Dashboard("KV cache transfers")
         .uid("kvconnector")
@@ -83,6 +121,7 @@ def build() -> str:
         .time("now-30m", "now")
         .with_variable(DatasourceVariable("datasource").type("prometheus"))
         .with_variable(engines.query("label_values(kvconnector_requests_held, engine)"))
+        .with_variable(servers.query(f"label_values({VLLM}_num_transfers_total, instance)"))
     )
     for graph in GRAPHS:
         panel = Panel().title(graph.title).unit(graph.unit).datasource(SOURCE).min(0).span(12)

@@ -16,6 +16,7 @@ from kvconnector.session.completion import RequestTrace
 from tests.unit.cli.test_top import Gauges
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
+STATS = (Path(__file__).parents[2] / "kvconnector/integrations/vllm/stats.py").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,19 @@ def queries():
 
 
 def test_the_dashboard_and_the_alerts_query_exported_metrics(exported):
-    asked = {name for query in queries() for name in re.findall(r"kvconnector_\w+", query)}
+    asked = {name for query in queries() for name in re.findall(r"(?<!:)\bkvconnector_\w+", query)}
     assert asked <= exported
     assert len(asked) >= 6
+
+
+def test_they_query_every_metric_that_vllm_exports_under_the_names_of_its_page():
+    page = (FOLDER.parents[1] / "docs" / "monitoring.md").read_text()
+    documented = set(re.findall(r"^\| `(vllm:kvconnector_\w+)`", page, re.MULTILINE))
+    asked = {name for query in queries() for name in re.findall(r"vllm:kvconnector_\w+", query)}
+    asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    assert asked == documented - {"vllm:kvconnector_xfer_gigabytes_per_second"}
+    for name in documented:
+        assert f'"{name.removeprefix("vllm:kvconnector_").removesuffix("_total")}' in STATS, name
 
 
 def test_the_dashboard_is_up_to_date():
