@@ -65,6 +65,25 @@ def test_the_address_of_the_repository_is_the_project_s():
     assert f"<{PROJECT['urls']['Source']}>" in (ROOT / "README.md").read_text()
 
 
+def test_files_for_the_host_name_what_exists():
+    yaml = pytest.importorskip("yaml")
+    forms = ROOT / ".github/ISSUE_TEMPLATE"
+    for form in (forms / "bug.yml", forms / "feature.yml"):
+        found = yaml.safe_load(form.read_text())
+        assert found["name"], found["description"]
+        assert all(part["attributes"]["label"] for part in found["body"])
+    contact = yaml.safe_load((forms / "config.yml").read_text())["contact_links"][0]
+    assert contact["url"].startswith(PROJECT["urls"]["Source"])
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    run = " ".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    programs = re.findall(r"(?<!\S)(?:\.ci|scripts)/\w+", run)
+    assert programs
+    assert all((ROOT / program).is_file() for program in programs)
+    extras = PROJECT["optional-dependencies"]
+    (named,) = re.findall(r"kvconnector\[([\w,-]+),\$", (ROOT / "Dockerfile").read_text())
+    assert set(named.split(",")) <= extras.keys()
+
+
 def test_the_extra_for_vllm_admits_the_releases_that_its_page_names():
     extra = Requirement(PROJECT["optional-dependencies"]["vllm"][0]).specifier
     named = re.findall(r"\b0\.(\d+)\b", (ROOT / "docs/vllm.md").read_text().partition("\n## ")[0])
