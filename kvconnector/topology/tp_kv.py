@@ -193,7 +193,8 @@ class TpKVTopology:
         if differing:
             raise IncompatiblePeerError(
                 "the engines cannot exchange blocks, give both the same: they disagree in "
-                + ", ".join(differing),
+                + ", ".join(differing)
+                + _reason(differing),
                 **differing,
             )
         try:
@@ -359,3 +360,19 @@ class TpKVTopology:
                 head_token_bytes=family.head_token_bytes,
                 stripe=stripe,
             )
+
+
+def _reason(differing: Mapping[str, Mapping[str, object]]) -> str:
+    """Return what the names of parts tell about the cause, as the end of a sentence; "" if they tell nothing."""
+    for name, values in differing.items():
+        one, other = values.values()
+        for whole, planes in ((one, other), (other, one)):
+            is_split = isinstance(planes, tuple) and any(
+                f"{part}".endswith("-scales") for part in planes
+            )
+            if name.startswith("parts") and whole == ("latent",) and is_split:
+                return (
+                    "; the one with a single part takes pages whose values and scales are stored apart for rows, as"
+                    " earlier releases of kvconnector do, and would bring values with wrong scales: update it"
+                )
+    return ""

@@ -143,6 +143,38 @@ def test_engines_of_other_models_are_incompatible():
         assert named["ours"] != named["theirs"]
 
 
+def with_parts(engine, *parts):
+    """Make an engine whose only group has parts of these names and widths, in bytes."""
+    made = [
+        PartGeometry(
+            name=name, total_heads=1, head_start=0, head_stop=1, head_dim=nbytes, item_size_bytes=1
+        )
+        for name, nbytes in parts
+    ]
+    ranks = [
+        msgspec.structs.replace(
+            rank, groups=(msgspec.structs.replace(rank.groups[0], parts=tuple(made)),)
+        )
+        for rank in engine.ranks
+    ]
+    return relisted(engine, ranks)
+
+
+def test_an_engine_that_takes_planes_for_rows_is_told_why_it_is_refused():
+    """An earlier release, in either role, would bring keys of an indexer with other keys' scales."""
+    whole = mla(tp_size=2)
+    repaired = with_parts(whole, ("index", 128), ("index-scales", 4))
+    earlier = with_parts(relisted(whole, whole.ranks, engine_id="earlier"), ("latent", 132))
+    for ours, theirs in ((repaired, earlier), (earlier, repaired)):
+        with pytest.raises(IncompatiblePeerError, match="wrong scales: update it") as refused:
+            topology(ours).check_compatible(theirs)
+        assert refused.value.context["parts"]["earlier"] == ("latent",)
+    other = with_parts(relisted(whole, whole.ranks, engine_id="other"), ("k", 66), ("v", 66))
+    with pytest.raises(IncompatiblePeerError) as refused:
+        topology(other).check_compatible(earlier)
+    assert "scales" not in str(refused.value)
+
+
 def scaled(scale_of, **cut):
     """Make an engine whose ranks state the scales `scale_of(layer, part, heads)` of quantised numbers."""
 

@@ -63,13 +63,18 @@ def vllm_config(
     layer=(),
     **overrides,
 ):
-    layer = SimpleNamespace(
-        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
-        isa=isa,
-        **dict(layer),
-    )
+    """Return what a worker reads of a configuration. `backend`: the name of all layers' backend, or of each layer's."""
+    backends = backend if isinstance(backend, dict) else dict.fromkeys(names, backend)
+    layers = {
+        name: SimpleNamespace(
+            get_attn_backend=lambda found=found: SimpleNamespace(get_name=lambda: found),
+            isa=isa,
+            **dict(layer),
+        )
+        for name, found in backends.items()
+    }
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
         model_config=model_of(total_kv_heads, **overrides),

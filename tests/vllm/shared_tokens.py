@@ -213,7 +213,7 @@ class SharedEngine:
         # vLLM's CPU platform lacks the model runner that supports prefill context parallelism
         config.parallel_config.prefill_context_parallel_size = shape.pcp_size
         config.parallel_config.decode_context_parallel_size = shape.dcp_size
-        backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+        backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN" if shape.kv_heads else "FLASHMLA")
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(NAMES, layer)
         self.ranks = [

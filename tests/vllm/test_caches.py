@@ -51,7 +51,9 @@ def test_the_scales_of_fp8_caches_are_stated(numbers):
     group, _ = registered(attention(**fp8), layer=scales)
     assert group.cache.geometry.scales == ((k, v),) * 3
     latent = attention(kv.MLAAttentionSpec, **fp8, num_kv_heads=1, head_size_v=0)
-    group, _ = registered(latent, layer={name: scale[:1] for name, scale in scales.items()})
+    group, _ = registered(
+        latent, backend="FLASHMLA", layer={name: scale[:1] for name, scale in scales.items()}
+    )
     assert group.cache.geometry.scales == ((k[:1],),) * 3
     packed = {**fp8, "state_content_bytes": 2 * DIM}
     for without, has_scales in (({}, True), (packed, True), (fp8, False)):
@@ -201,7 +203,7 @@ def test_layers_of_different_shape_share_a_block_table():
     specs = {
         NAMES[0]: attention(kv.MLAAttentionSpec, num_kv_heads=1, head_size=576),
         "model.layers.0.self_attn.indexer.k_cache": attention(
-            kv.MLAAttentionSpec, num_kv_heads=1, head_size=132
+            kv.MLAAttentionSpec, num_kv_heads=1, head_size=132, dtype=torch.uint8
         ),
     }
     config = kv.KVCacheConfig(
@@ -214,10 +216,17 @@ def test_layers_of_different_shape_share_a_block_table():
             )
         ],
     )
-    caches = {name: torch.zeros(BLOCKS, 1, SIZE, spec.head_size) for name, spec in specs.items()}
-    groups = register_groups(vllm_config("FLASHMLA", names=list(specs)), config, caches, placed())
+    caches = {
+        name: torch.zeros(BLOCKS, 1, SIZE, spec.head_size, dtype=spec.dtype)
+        for name, spec in specs.items()
+    }
+    backends = dict(zip(specs, ("FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"), strict=True))
+    groups = register_groups(vllm_config(backends, names=list(specs)), config, caches, placed())
     assert [group.info.vllm_group for group in groups] == [0, 0]
-    assert sorted(group.cache.geometry.parts[0].head_dim for group in groups) == [132, 576]
+    shapes = {
+        tuple((part.name, part.head_dim) for part in group.cache.geometry.parts) for group in groups
+    }
+    assert shapes == {(("latent", 576),), (("index", 128), ("index-scales", 4))}
 
 
 def test_a_layer_that_shares_anothers_cache_is_moved_once():

@@ -17,6 +17,8 @@ from kvconnector.integrations.vllm.parts import (
     Part,
     TpSplit,
     attention_parts,
+    is_latent,
+    planes_of_pages,
     state_parts,
 )
 from kvconnector.integrations.vllm.placement import Placement
@@ -162,7 +164,16 @@ def _layer_cache(
         isa=getattr(layer, "isa", ""),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         scales=_scales(layer, spec),
+        is_shuffled=_is_shuffled(layer),
     )
+
+
+def _is_shuffled(layer: Any) -> bool:
+    """Return True if a layer's kernels on this device store elements in an order that the tensor's shape does not show:
+    on ROCm those of an indexer (tiles of 16 rows), and of TurboQuant (a block's scales behind all of its values).
+    """
+    shuffles = getattr(layer, "uses_shuffled_layout", False)
+    return bool(shuffles or getattr(getattr(layer, "impl", None), "_soa_store", False))
 
 
 def _scales(layer: Any, spec: Any) -> tuple[tuple[float, ...], ...]:
@@ -243,7 +254,8 @@ def _join(cache: LayerCache, ratio: int, shared: ContextParallel) -> LayerCache:
     tensor = cache.tensor
     num_blocks, num_heads, block_size, content = tensor.shape
     block, head, token, inner = tensor.stride()
-    if block != block_size * token:
+    is_in_planes = is_latent(cache.spec) and bool(planes_of_pages(cache))
+    if block != block_size * token or is_in_planes:
         raise GeometryError(
             "the interleave does not divide the attention backend's blocks, and these cannot be joined: choose one that"
             " does (--cp-kv-cache-interleave-size)",

@@ -1,8 +1,9 @@
 """The parts of one layer's cache in vLLM: K and V, an MLA latent, or a recurrent state.
 
-vLLM gives every attention layer a tensor `[B, H, N, C]` (blocks, heads, tokens, content), with K and V packed in C. A
-page of a recurrent layer holds the states of one request consecutively: a convolution's channels, then the state heads.
-Tensor parallelism splits both, and the rest of kvconnector calls both of them heads. A state counts as one token.
+vLLM gives every attention layer a tensor `[B, H, N, C]` (blocks, heads, tokens, content), with K and V packed in C. It
+describes the memory of most layers, but not of all: `latents` and `cpu_attention` have the others. A page of a
+recurrent layer holds the states of one request consecutively: a convolution's channels, then the state heads. Tensor
+parallelism splits both, and the rest of kvconnector calls both of them heads. A state counts as one token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import probe_block
+from kvconnector.integrations.vllm.latents import Planes, planes_of
 from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
@@ -34,7 +36,6 @@ PACKED_CONTENT = frozenset(
         "TRITON_ATTN_DIFFKV",
         "TURBOQUANT",
         "ULTRAQUANT",
-        "XPU_ATTN",
     }
 )
 """Backends that store, for each block, head and token, first K's elements and then V's, or opaque quantised bytes of
@@ -48,6 +49,7 @@ class LayerCache:
     """One layer as vLLM registers it. `backend` is the name of its attention backend, and `isa` the instruction set of
     the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model. `scales` are those
     of K and of V in an fp8 cache, each one number, or one for each head; empty if the cache's numbers have none.
+    `is_shuffled`: the backend on this device stores elements in another order than elsewhere.
     """
 
     name: str
@@ -58,6 +60,12 @@ class LayerCache:
     isa: str = ""
     kv_cache_dtype: str = "auto"
     scales: tuple[tuple[float, ...], ...] = ()
+    is_shuffled: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head's row of content."""
+        return self.tensor.shape[-1] * self.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,8 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor
-    if _is_latent(spec):
-        return [_part("latent", view_of(tensor), 1, range(1))]
+    if is_latent(spec):
+        return _latent_parts(cache)
     total, heads = cut.heads(cache)
     if cache.backend == CPU_ATTENTION:
         return _cpu_parts(cache, total, heads)
@@ -113,9 +121,60 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
     return [_part("k", view_of(k), total, heads), _part("v", view_of(v), total, heads)]
 
 
-def _is_latent(spec: AttentionSpec) -> bool:
-    """Return True for MLA, which caches one latent for all heads, on every rank."""
+def is_latent(spec: AttentionSpec) -> bool:
+    """Return True for MLA and its like, which cache one vector for all heads, on every rank."""
     return bool(spec.num_kv_heads == 1 and spec.head_size_v == 0)
+
+
+def planes_of_pages(cache: LayerCache) -> Planes:
+    """Return the planes of a latent cache's pages, as in `latents`; empty if these are rows.
+
+    Raises:
+        GeometryError: nobody has read how the layer's backend stores such rows.
+    """
+    is_opaque = cache.spec.state_content_bytes is not None
+    planes = planes_of(cache.backend, cache.row_bytes, is_opaque=is_opaque)
+    if planes is None:
+        raise GeometryError(
+            "KVConnector does not know how this attention backend stores rows of this width: in a row each, or the"
+            " values of a page apart from their scales",
+            backend=cache.backend,
+            row_bytes=cache.row_bytes,
+            dtype=str(cache.tensor.dtype),
+            layer=cache.name,
+        )
+    return planes
+
+
+def _latent_parts(cache: LayerCache) -> list[Part]:
+    """Return the parts of a cache with one vector a row: one, or one for each plane of a page."""
+    planes, tensor = planes_of_pages(cache), cache.tensor
+    if not planes:
+        return [_part("latent", view_of(tensor), 1, range(1))]
+    num_blocks, _, rows, _ = tensor.shape
+    # elements keep the tensor's type, in which unwritten slots are cleared
+    item = tensor.element_size()
+    block_stride, address = tensor.stride(0) * item, tensor.data_ptr()
+    _check_pages(cache)
+    parts = []
+    for name, nbytes in planes:
+        shape = (num_blocks, 1, rows, nbytes // item)
+        view = KVView(address, shape, (block_stride, block_stride, nbytes, item), item)
+        parts.append(_part(name, view, 1, range(1)))
+        address += rows * nbytes
+    return parts
+
+
+def _check_pages(cache: LayerCache) -> None:
+    """Raise GeometryError unless a page's bytes are contiguous: then its planes are where the backend expects them."""
+    tensor = cache.tensor
+    if tuple(tensor.stride()[2:]) != (tensor.shape[3], 1):
+        raise GeometryError(
+            "a page whose values are stored apart from their scales is not contiguous",
+            layer=cache.name,
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+        )
 
 
 def _check_attention(cache: LayerCache, block_size: int) -> None:
@@ -125,6 +184,12 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
             "a cache tensor is not [blocks, heads, tokens, content]",
             layer=cache.name,
             shape=tuple(tensor.shape),
+        )
+    if cache.is_shuffled:
+        raise GeometryError(
+            "KVConnector does not transfer caches whose elements this device's kernels store in an order of their own",
+            layer=cache.name,
+            backend=cache.backend,
         )
     if spec.tokens_per_state != 1 or tensor.shape[2] != block_size:
         raise GeometryError(

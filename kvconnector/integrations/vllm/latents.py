@@ -1,0 +1,84 @@
+"""How attention backends of vLLM store a cache with one vector per token, by backend and by the bytes of a vector.
+
+MLA latents, the keys of sparse attention's indexers and the states of compressors are registered as `[B, 1, N, C]`,
+whatever their inside. Most are stored as this shape says: *rows*, one after the other. Some quantised ones are stored
+in *planes*: a page has the values of all of its rows, then the scales of all of its rows, then maybe padding. Their
+shape does not show it, and neither does their element type: rows of bytes may be either.
+
+If planes were taken for rows, a page that is not full would bring its values without their scales. So this table says
+how each known backend stores rows of each known width. Anything else is refused, because a page that is moved in the
+wrong order reads as numbers, only as wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Planes = tuple[tuple[str, int], ...]
+"""The name and the bytes of a row of each plane of a page, in their order."""
+
+DENSE = frozenset(
+    {
+        "AITER_TRITON_MLA",
+        "AMX_MLA",
+        "CPU_MLA",
+        "CUTLASS_MLA",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "FLASH_ATTN_MLA",
+        "ROCM_AITER_MLA",
+        "TOKENSPEED_MLA",
+        "TRITON_MLA",
+    }
+)
+"""Backends that store latents of any width in rows: `concat_and_cache_mla`, or the like on a CPU."""
+SPARSE = frozenset(
+    {
+        "FLASHINFER_MLA_SPARSE",
+        "FLASHINFER_MLA_SPARSE_SM120",
+        "FLASHINFER_MLA_SPARSE_SM90",
+        "FLASHMLA_SPARSE",
+        "FLASH_ATTN_MLA_SPARSE",
+        "FLASH_ATTN_MLA_SPARSE_FA4",
+        "ROCM_AITER_MLA_SPARSE",
+        "XPU_MLA_SPARSE",
+    }
+)
+"""Backends of DeepSeek-V3.2 and GLM-5.x, whose latents are rows, too. A row of `fp8_ds_mla` has 656 bytes: 512 values,
+their scales, and 64 unquantised ones."""
+MINIMAX_INDEXER = "MINIMAX_M3_SPARSE_INDEXER"
+INDEXERS_OF_KEYS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
+"""Indexers whose keys have no scales of their own."""
+PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS
+"""Backends that store elements, as opposed to packed bytes, in rows."""
+
+_ROWS: Planes = ()
+_SCALED = ("DEEPSEEK_V32_INDEXER",)
+"""Indexers that quantise each key, and keep its scale of four bytes. vLLM registers both as one vector of bytes."""
+_PACKED: Mapping[tuple[str, int], Planes] = {
+    ("FLASHMLA_SPARSE", 656): _ROWS,
+    ("FLASHINFER_MLA_SPARSE_SM120", 656): _ROWS,
+    **{
+        (backend, values + 4): (("index", values), ("index-scales", 4))
+        for backend in _SCALED
+        for values in (128, 64)  # in fp8, and in MXFP4
+    },
+}
+"""How a backend stores rows of packed bytes."""
+
+
+def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None:
+    """Return the planes of which a page consists.
+
+    Args:
+        backend: The name of the layer's attention backend.
+        row_bytes: Bytes of a vector.
+        is_opaque: The vector is packed bytes, of several kinds, instead of elements.
+
+    Returns:
+        Each plane's name and bytes of a row; empty if a page consists of rows, and None if nobody has read how this
+        backend stores them.
+    """
+    if is_opaque or backend in _SCALED:
+        return _PACKED.get((backend, row_bytes))
+    return _ROWS if backend in PLAIN else None

@@ -1,0 +1,220 @@
+"""Caches of one vector per token: rows, or pages in planes, stored by vLLM's own kernels and read back by our parts."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvconnector.errors import GeometryError
+from kvconnector.integrations.vllm.latents import DENSE, planes_of
+from kvconnector.integrations.vllm.unwritten import clear_unwritten
+from kvconnector.planning import GroupBlocks
+from kvconnector.session.orders import LoadRequest
+from tests.vllm import kernel_pages
+from tests.vllm.cache_world import NAMES, attention, placed, raw, read, registered
+
+pytestmark = pytest.mark.vllm
+
+INDEXER = "DEEPSEEK_V32_INDEXER"
+ROWS = 64
+
+
+def latent(width, dtype=torch.uint8, **options):
+    """Return the spec of a cache with one vector of `width` elements per token."""
+    defaults = {"num_kv_heads": 1, "head_size": width, "dtype": dtype, "block_size": ROWS}
+    return attention(kv.MLAAttentionSpec, **{**defaults, **options})
+
+
+def naive_row(page, row, planes):
+    """Return the bytes of one row of a page (uint8) in planes: obviously right, and slow."""
+    found, start = [], 0
+    for nbytes in planes:
+        found += page[start + row * nbytes : start + (row + 1) * nbytes].tolist()
+        start += ROWS * nbytes
+    return found
+
+
+def row_of(views, block, row):
+    """Return the bytes of one row as our parts have them."""
+    return [byte for view in views for byte in read(view)[block, 0, row].reshape(-1).tolist()]
+
+
+def move(source, target, tokens, blocks, size):
+    """Move rows, as a load does, from one engine's blocks in order to another's `blocks` of `size` tokens."""
+    for theirs, ours in zip(source.cache.views[0], target.cache.views[0], strict=True):
+        for token in range(tokens):
+            block = blocks[token // size]
+            read(ours)[block, 0, token % size] = read(theirs)[token // ROWS, 0, token % ROWS]
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory):
+    """Returns a function that stores rows with one of vLLM's kernels, in a process that has Triton's interpreter."""
+
+    def store(name):
+        file = tmp_path_factory.mktemp("pages") / name
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "tests.vllm.kernel_pages", name, str(file)]
+        subprocess.run(command, env=environment, check=True, timeout=300)
+        return torch.load(file)
+
+    return store
+
+
+@pytest.mark.parametrize("number", range(1, 65))
+def test_every_row_of_a_page_brings_its_own_scale(number):
+    """Against the naive version: any part of a page arrives, and no other byte changes."""
+    source, theirs = registered(latent(132), backend=INDEXER)
+    target, ours = registered(latent(132), backend=INDEXER)
+    cache, before = ours[NAMES[0]], ours[NAMES[0]].clone()
+    move(source, target, number, [3], ROWS)
+    pages = theirs[NAMES[0]].reshape(-1, ROWS * 132)
+    found, kept = cache.reshape(-1, ROWS * 132), before.reshape(-1, ROWS * 132)
+    for row in range(ROWS):
+        page = pages[0] if row < number else kept[3]
+        assert naive_row(found[3], row, (128, 4)) == naive_row(page, row, (128, 4))
+    assert torch.equal(found[[0, 1, 2, 4]], kept[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored, device):
+    """Half a page is moved, and every key is what was stored."""
+    on_gpu = device == "cuda"
+    found = kernel_pages.run("indexer", device) if on_gpu else stored("indexer")
+    source, theirs = registered(latent(132), backend=INDEXER)
+    theirs[NAMES[0]].reshape(-1, ROWS * 132)[:2] = found["pages"]
+    target, ours = registered(latent(132), backend=INDEXER)
+    count = kernel_pages.ROWS - 4  # half of the second page
+    move(source, target, count, [4, 1], ROWS)
+    pages = ours[NAMES[0]].reshape(-1, ROWS * 132)
+    for token in range(count):
+        row = naive_row(pages[[4, 1][token // ROWS]], token % ROWS, (128, 4))
+        values = torch.tensor(row[:128], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        scale = torch.tensor(row[128:], dtype=torch.uint8).view(torch.float32)
+        assert torch.equal(values * scale, found["keys"][token].float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["indexer", "fp8_ds_mla", "auto", "fp8"])
+def test_rows_that_cuda_kernels_stored_are_read_back(kind):
+    """By the operations of vLLM that store latents and keys, on a GPU."""
+    from vllm import _custom_ops as ops
+
+    count = kernel_pages.ROWS
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    widths = {"indexer": 132, "fp8_ds_mla": 656, "auto": 576, "fp8": 576}
+    dtype = torch.bfloat16 if kind == "auto" else torch.uint8
+    pages = torch.zeros(2, ROWS, widths[kind], dtype=dtype, device="cuda")
+    singles = [pages.clone() for _ in range(count)]
+    latents = torch.randn(count, 512, generator=generator, device="cuda").to(torch.bfloat16)
+    rope = torch.randn(count, 64, generator=generator, device="cuda").to(torch.bfloat16)
+    slots = torch.arange(count, device="cuda")
+
+    def store(cache, rows):
+        if kind == "indexer":
+            keys = latents[rows, :128].contiguous()
+            ops.indexer_k_quant_and_cache(keys, cache, slots[rows], 128, "ue8m0")
+        else:
+            scale = torch.ones(1, device="cuda")
+            ops.concat_and_cache_mla(latents[rows], rope[rows], cache, slots[rows], kind, scale)
+
+    store(pages, slice(None))
+    backend = INDEXER if kind == "indexer" else "FLASHMLA_SPARSE"
+    opaque = {"state_content_bytes": 656} if kind == "fp8_ds_mla" else {}
+    group, caches = registered(latent(widths[kind], dtype, **opaque), backend=backend)
+    whole = caches[NAMES[0]]
+    for token in range(count):  # the bytes that one row's store changes are the bytes of our row
+        store(singles[token], slice(token, token + 1))
+        whole.fill_(0)
+        whole.reshape(whole.shape[0], ROWS, -1)[:2] = pages.cpu()
+        expected = singles[token].cpu().view(torch.uint8).reshape(-1)
+        views = group.cache.views[0]
+        rows = [read(view)[token // ROWS, 0, token % ROWS].copy() for view in views]
+        whole.fill_(0)
+        for view, row in zip(views, rows, strict=True):
+            read(view)[token // ROWS, 0, token % ROWS] = row
+        assert torch.equal(whole.view(torch.uint8).reshape(-1)[: len(expected)], expected)
+
+
+def test_kernel_pages_and_padding_keep_their_planes():
+    """vLLM's blocks of several kernel pages, and pages that lie beside others in a block."""
+    for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC):
+        group, caches = registered(latent(132), layout, INDEXER)
+        cache = caches[NAMES[1]]
+        page = cache[2].reshape(-1)
+        assert row_of(group.cache.views[1], 2, 5) == naive_row(page, 5, (128, 4))
+    group, caches = registered(
+        latent(132, block_size=2 * ROWS), backend=INDEXER, kernel_block_size=ROWS
+    )
+    assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (2, ROWS)
+    page = caches[NAMES[0]][3].reshape(-1)
+    assert row_of(group.cache.views[0], 3, 63) == naive_row(page, 63, (128, 4))
+
+
+def test_unwritten_rows_are_zero_in_every_plane():
+    """A recycled block's scales may read as NaN, and kernels multiply the rows that they mask."""
+    group, caches = registered(latent(132), backend=INDEXER)
+    for cache in caches.values():
+        cache.fill_(255)
+    order = LoadRequest("r", ((0, 100),), (GroupBlocks.of([4, 2]),), (GroupBlocks.of([1, 2]),))
+    clear_unwritten([group], order)
+    for cache in caches.values():
+        pages = cache.reshape(-1, ROWS * 132)
+        for block, page in enumerate(pages):
+            for row in range(ROWS):
+                is_clear = block == 2 and row >= 36
+                assert set(naive_row(page, row, (128, 4))) == ({0} if is_clear else {255})
+
+
+@pytest.mark.parametrize(
+    "spec, backend, text",
+    [
+        (latent(132), "SOME_NEW_INDEXER", "SOME_NEW_INDEXER"),
+        (latent(100), INDEXER, "row_bytes=100"),
+        (latent(512, state_content_bytes=352), "FLASHMLA_SPARSE", "row_bytes=352"),
+        (latent(512, state_content_bytes=584), "FLASHMLA_SPARSE", "row_bytes=584"),
+        (latent(576, torch.bfloat16), "DOTS3_NOTE_PADDED_MLA_SPARSE", "DOTS3"),
+    ],
+)
+def test_rows_that_nobody_has_read_are_refused_by_name(spec, backend, text):
+    with pytest.raises(GeometryError, match=text):
+        registered(spec, backend=backend)
+
+
+def test_elements_in_an_order_of_their_own_are_refused():
+    """As on ROCm: an indexer's tiles of 16 rows, and TurboQuant's scales behind all values of a block."""
+    quantised = attention(dtype=torch.uint8, state_content_bytes=70)
+    for spec, backend, layer in (
+        (latent(132), INDEXER, {"uses_shuffled_layout": True}),
+        (quantised, "TURBOQUANT", {"impl": type("Impl", (), {"_soa_store": True})()}),
+    ):
+        with pytest.raises(GeometryError, match="order of their own"):
+            registered(spec, backend=backend, layer=layer)
+
+
+def test_kernel_pages_in_planes_are_not_joined():
+    """With a turn of the interleave that is longer than a page."""
+    shared = placed(1, world_size=2, rank=1, interleave_tokens=2 * ROWS)
+    with pytest.raises(GeometryError, match="interleave"):
+        registered(
+            latent(132, block_size=2 * ROWS),
+            KVCacheLayout.LBNHC,
+            INDEXER,
+            kernel_block_size=ROWS,
+            tp_size=2,
+            place=shared,
+        )
+
+
+@pytest.mark.parametrize("backend", sorted(DENSE))
+def test_dense_latents_are_rows_of_any_width(backend):
+    assert (
+        planes_of(backend, 576, is_opaque=False) == planes_of(backend, 1152, is_opaque=False) == ()
+    )
+    group, caches = registered(latent(576), backend=backend)  # bytes, as of an fp8 cache
+    assert np.array_equal(read(group.cache.views[0][0]), raw(caches[NAMES[0]]))
