@@ -49,6 +49,17 @@ def add_choice() -> None:
         choices.add_disagg_transfer_backend_choices([NAME])
 
 
+def platform() -> None:
+    """Let SGLang's command line accept the backend's name in launchers that load no plugins before they read it, such
+    as Dynamo's. An entry point of `sglang.srt.platforms`, which SGLang calls when it looks for the machine's platform,
+    as importing its arguments does. That is a side effect where one is not expected: we are no platform.
+    """
+    try:
+        add_choice()
+    except Exception as error:
+        logger.error("SGLang's command line does not accept kvconnector: %r", error)
+
+
 def _hook() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
