@@ -78,6 +78,20 @@ def test_every_function_of_the_walk_exists():
             assert f"def {name}(" in inside, word
 
 
+def test_every_file_that_the_architecture_names_exists():
+    """A file without a folder is in the one that its row named last."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    missing = []
+    for line in text[text.index("## The register") :].splitlines():
+        beside = ROOT
+        for named in re.findall(r"`([\w./-]+(?:/|\.py))`", line):
+            places = [ROOT / "kvconnector" / named, ROOT / named, beside / named]
+            found = [place for place in places if place.exists()]
+            missing += [] if found else [named]
+            beside = found[0] if found and found[0].is_dir() else (found or [ROOT / "x"])[0].parent
+    assert not missing
+
+
 @pytest.mark.parametrize("block", blocks(*DATA), ids=str)
 def test_data_is_well_formed_and_configurations_are_valid(block):
     assert block.language, "no check knows a block without a language"
