@@ -208,11 +208,12 @@ def _compressed_groups(
         both = latents(kv[: len(of4)], rows)
         both += [(each.layer, _index_planes(each, rows)) for each in kv[len(of4) : 2 * len(of4)]]
         like = [*_like(widths), *_like(INDEX_ROWS[0])]
-        found.append((Group("c4"), _group(both, rows, shape, like=like)))
+        found.append((Group("c4"), _group(both, rows, shape, like=like, row_tokens=4)))
     if C128 in ratios:
         rows = args.page_size // C128
         pages = latents(kv[2 * len(of4) :], rows)
-        found.append((Group("c128"), _group(pages, rows, shape, like=_like(widths))))
+        group = _group(pages, rows, shape, like=_like(widths), row_tokens=C128)
+        found.append((Group("c128"), group))
     for index, kind in enumerate(states):
         if kind == "c128_state":
             buffers = _state_buffers(args, index, of128)
@@ -423,9 +424,15 @@ def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
 
 
 def _group(
-    found: Sequence[tuple[int, Views]], block_size: int, shape: Shape, like: Views = ()
+    found: Sequence[tuple[int, Views]],
+    block_size: int,
+    shape: Shape,
+    like: Views = (),
+    row_tokens: int = 1,
 ) -> CacheGroup:
-    """Return the group of these parts, each with its layer. `like`: the parts of a layer, should there be none here."""
+    """Return the group of these parts, each with its layer. `like`: the parts of a layer, should there be none here.
+    `block_size` is in rows of `row_tokens` tokens.
+    """
     layers: dict[int, list[tuple[KVView, Heads]]] = {}
     for layer, views in sorted(found, key=itemgetter(0)):
         layers.setdefault(layer, []).extend(views)
@@ -440,7 +447,9 @@ def _group(
         )
         for number, (view, heads) in enumerate(next(iter(layers.values()), like))
     )
-    geometry = GroupGeometry(block_size=block_size, layers=tuple(layers), parts=parts)
+    geometry = GroupGeometry(
+        block_size=block_size, layers=tuple(layers), parts=parts, row_tokens=row_tokens
+    )
     by_layer = {layer: tuple(view for view, _ in views) for layer, views in layers.items()}
     return CacheGroup(geometry, by_layer, shape.device, shape.dtype)
 

@@ -15,9 +15,9 @@ NO_BLOCKS = GroupBlocks.of(())
 
 
 PAGED = {"kv": 1, "dsa": 1, "c4": 4, "c128": 128}
-"""Tokens that one row stands for, in the groups whose blocks are the prompt's pages."""
-STREAMED = ("kv", "dsa")
-"""Groups that are read while the prompt is computed. A row of several tokens is read once the prompt is complete."""
+"""Tokens that one row stands for, in the groups whose blocks are the prompt's pages. These are read while the prompt is
+computed, others once it is complete.
+"""
 C128 = 128
 """Tokens in the longer of DeepSeek-V4's rows."""
 C128_STATES = ("c128-state", "c128-online")
@@ -61,7 +61,7 @@ class Layout:
 
     def growing(self, pages: GroupBlocks) -> tuple[GroupBlocks, ...]:
         """Return each group's readable blocks while the prompt is computed."""
-        return tuple(pages if group.kind in STREAMED else NO_BLOCKS for group in self.groups)
+        return tuple(pages if group.kind in PAGED else NO_BLOCKS for group in self.groups)
 
     def blocks(
         self, pages: GroupBlocks, states: Sequence[Any], row: int, num_tokens: int

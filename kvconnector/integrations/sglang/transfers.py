@@ -296,7 +296,11 @@ class LoadedPrompt(RoomTransfer):
                 num_tokens=self.num_tokens,
                 window_tokens=self.window_tokens,
             )
-            self._transfer(LoadRequest(self.request_id, ranges, blocks, remote_blocks=()))
+            self._transfer(
+                LoadRequest(
+                    self.request_id, ranges, blocks, remote_blocks=(), token_stop=self.num_tokens
+                )
+            )
 
     def ended(self, reason: str | None) -> None:
         super().ended(reason)

@@ -143,8 +143,8 @@ class SparsePools:
         first = max(0, num_tokens - WINDOW) // self.page_size
         return pages[first : -(-num_tokens // self.page_size)]
 
-    def moved(self, num_tokens, prefix, pages, slot):
-        """Return views of the bytes of a prompt's rows, in the same order for both engines."""
+    def streamed(self, num_tokens, pages, slot, prefix=0):
+        """Return views of the bytes of the rows that the first tokens of a prompt complete."""
         size, tokens = self.page_size, range(prefix, num_tokens)
         if self.model.ratios is None:
             own = {layer: t for layer, t in self.index.items() if layer not in self.model.shared}
@@ -153,14 +153,20 @@ class SparsePools:
                 *_rows(own, pages, tokens, size, INDEX),
             ]
         of4, of128 = range(prefix // 4, num_tokens // 4), range(prefix // 128, num_tokens // 128)
-        tokens = range(max(0, num_tokens - WINDOW), num_tokens)
-        found = [
+        return [
             *_rows(self.c4, pages, of4, size // 4, LATENT),
             *_rows(self.index, pages, of4, size // 4, INDEX),
             *_rows(self.c128, pages, of128, size // 128, LATENT),
-            *_rows(self.window, pages, tokens, size, LATENT),
-            *_rows(self.draft_window, pages, tokens, size, LATENT),
         ]
+
+    def moved(self, num_tokens, prefix, pages, slot):
+        """Return views of the bytes of a prompt's rows, in the same order for both engines."""
+        size, found = self.page_size, self.streamed(num_tokens, pages, slot, prefix)
+        if self.model.ratios is None:
+            return found
+        tokens = range(max(0, num_tokens - WINDOW), num_tokens)
+        found += _rows(self.window, pages, tokens, size, LATENT)
+        found += _rows(self.draft_window, pages, tokens, size, LATENT)
         pending = range(max(0, num_tokens // 4 * 4 - 4), num_tokens)
         for tensor in (*self.c4_state.values(), *self.index_state.values()):
             found += [tensor[pages[t // size] * self.ring + t % self.ring] for t in pending]

@@ -38,13 +38,14 @@ def _send(pair, sent, start, stop, num_tokens):
     sent[0].send(pages[start // size : -(-stop // size)], states, stop - start)
 
 
-def _load(pair, room, num_tokens, prefix=0):
-    wanted, pools, (pages, slot) = pair.want(room), pair.decode.pools[0], DECODE
+def _load(pair, wanted, num_tokens, prefix=0):
+    """Load the prompt, some of which is computed."""
+    pools, (pages, slot) = pair.decode.pools[0], DECODE
+    pair.until_begun(*wanted)
     wanted[0].num_tokens, wanted[0].window_tokens = num_tokens, WINDOW
     taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
     states = pools.states(num_tokens, prefix, pages, slot)
     wanted[0].send_metadata(taken, 2, states, prefix)
-    return wanted
 
 
 def _check(pair, before, num_tokens, prefix=0):
@@ -102,34 +103,36 @@ def test_every_row_of_a_prompt_arrives_and_nothing_else(pairs, name, chunk, num_
         num_tokens -= 600  # it has pages for 512
     pair, room = pairs[name], next(ROOMS)
     before = [tensor.clone() for tensor in pair.decode.pools[0].tensors]
-    sent = pair.send(room)
-    wanted = _load(pair, room, num_tokens)
+    sent, wanted = pair.send(room), pair.want(room)
     step = chunk or num_tokens
     for start in range(0, num_tokens, step):
         _send(pair, sent, start, min(start + step, num_tokens), num_tokens)
+        if start == 0:
+            _load(pair, wanted, num_tokens)
         wanted[0].poll()
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
     _check(pair, before, num_tokens)
 
 
 @pytest.mark.ucx
-def test_an_indexers_keys_are_read_while_the_prompt_is_computed(pairs):
-    pair, num_tokens = pairs["dsa"], 300
-    sent = pair.send(91)
-    wanted = _load(pair, 91, num_tokens, prefix=64)
-    _send(pair, sent, 0, 192, num_tokens)
-    until_s = time.monotonic() + DEADLINE_S
+@pytest.mark.parametrize("name, num_computed, num_tokens", [("dsa", 192, 300), ("v4", 512, 900)])
+def test_whole_rows_are_read_while_the_prompt_is_computed(pairs, name, num_computed, num_tokens):
+    pair, room = pairs[name], next(ROOMS)
     prefill, decode = pair.prefill.pools[0], pair.decode.pools[0]
+    sent, wanted = pair.send(room), pair.want(room)
+    _send(pair, sent, 0, num_computed, num_tokens)
+    _load(pair, wanted, num_tokens)
+    until_s = time.monotonic() + DEADLINE_S
 
     def has_arrived():
-        spans = decode.moved(192, 64, *DECODE), prefill.moved(192, 64, *PREFILL)
+        spans = decode.streamed(num_computed, *DECODE), prefill.streamed(num_computed, *PREFILL)
         return all(ours.equal(theirs) for ours, theirs in zip(*spans, strict=True))
 
     while not has_arrived():
         assert time.monotonic() < until_s
         wanted[0].poll()
         time.sleep(0.001)
-    _send(pair, sent, 192, num_tokens, num_tokens)
+    _send(pair, sent, num_computed, num_tokens, num_tokens)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
 
 
@@ -138,9 +141,9 @@ def test_an_indexers_keys_are_read_while_the_prompt_is_computed(pairs):
 def test_windows_of_a_draft_model_and_rings_of_other_lengths(num_tokens):
     with _pair(V4_DRAFT, ring=8, decode_ring=16) as pair:
         before = [tensor.clone() for tensor in pair.decode.pools[0].tensors]
-        sent = pair.send(92)
-        wanted = _load(pair, 92, num_tokens)
+        sent, wanted = pair.send(92), pair.want(92)
         _send(pair, sent, 0, num_tokens, num_tokens)
+        _load(pair, wanted, num_tokens)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         _check(pair, before, num_tokens)
 
@@ -202,6 +205,7 @@ def test_an_accumulated_state_fits_only_its_like():
 
     other = {"pools": Accumulating, "page_size": 256}
     with closing(Pair(V4, prefill={"pools": SparsePools, "page_size": 256}, decode=other)) as pair:
-        wanted = _load(pair, 93, 100)
+        wanted = pair.want(93)
+        _load(pair, wanted, 100)
         assert {*pair.until_over(*wanted)} == {Stage.FAILED}
         assert isinstance(error_of(wanted[0]), IncompatiblePeerError)
