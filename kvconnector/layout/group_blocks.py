@@ -38,7 +38,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
         """Make blocks from a sequence of integers. Raises BlockIdError: an id is not an integer from 0 to 2^31 - 1."""
-        ids = check_block_ids(block_ids, 1 << 31, what="block ids")
+        ids = check_block_ids(block_ids, None, what="block ids")
         return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
     def extended(self, block_ids: Sequence[int]) -> GroupBlocks:

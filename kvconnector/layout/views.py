@@ -116,9 +116,11 @@ def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
 
 
 def check_block_ids(
-    block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
+    block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int | None, *, what: str
 ) -> npt.NDArray[np.int32]:
-    """Return the ids as an int32 vector; `what` names them in errors. Raises BlockIdError: one is outside the pool."""
+    """Return the ids as an int32 vector; `what` names them in errors. Raises BlockIdError: one is outside the pool of
+    `num_blocks`, or of any pool where that is None.
+    """
     try:
         ids = np.asarray(block_ids)
     except ValueError as error:  # sequences of different lengths
@@ -129,11 +131,10 @@ def check_block_ids(
         raise BlockIdError(
             f"{what} must be a vector of block ids", shape=ids.shape, dtype=str(ids.dtype)
         )
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
-        raise BlockIdError(
-            f"{what} are outside the pool",
-            lowest=int(ids.min()),
-            highest=int(ids.max()),
-            num_blocks=num_blocks,
-        )
+    limit = 1 << 31 if num_blocks is None else num_blocks
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+        found = {"lowest": int(ids.min()), "highest": int(ids.max())}
+        if num_blocks is None:
+            raise BlockIdError(f"{what} must be integers from 0 to 2^31 - 1", **found)
+        raise BlockIdError(f"{what} are outside the pool", **found, num_blocks=num_blocks)
     return np.ascontiguousarray(ids, dtype=np.int32)

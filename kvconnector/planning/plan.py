@@ -48,6 +48,11 @@ MAX_TOKENS = int(np.iinfo(np.int32).max)
 
 MAX_CHUNKS = 1 << 20
 """The most chunks of a read. Each costs time and memory on both sides, which refuse more before they cut any."""
+LEAST_CHUNK_BYTES = 4 << 10
+FREE_CHUNKS = 4 << 10
+"""A read of more chunks than this needs `LEAST_CHUNK_BYTES` for each of the others, besides those that segments begin
+and end with. So a peer that names a tiny chunk makes nobody cut more chunks than its lease is worth.
+"""
 
 
 class Cut(NamedTuple):
@@ -123,8 +128,7 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         if len(tokens) <= tokens_fit:
             rows_fit, token_edges = tokens_fit // len(tokens), [tokens.start, tokens.stop]
         else:
-            align_tokens = self.route.align_tokens[index]
-            step = next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
+            step = _step(self.route.align_tokens[index], tokens_fit)
             first_edge = tokens.start // step * step + step
             rows_fit = 1
             token_edges = [tokens.start, *range(first_edge, tokens.stop, step), tokens.stop]
@@ -168,12 +172,14 @@ def plan_read(
 
     Raises:
         GeometryError: there is not one range per group; a range has a step, starts below 0 or ends above `MAX_TOKENS`;
-            one token of one part exceeds `chunk_bytes`; or there may be more than `MAX_CHUNKS` messages.
+            one token of one part exceeds `chunk_bytes`; or there may be more messages than `FREE_CHUNKS` and
+            `MAX_CHUNKS` allow.
     """
     _check_ranges(token_ranges, route.num_groups)
     all_members, all_rows = [], []
     nbytes = token_stop = layer_stop = max_chunks = 0
-    for segment, window in zip(route.segments, route.here, strict=True):
+    segments = zip(route.segments, route.here, route.align_tokens, strict=True)
+    for segment, window, align_tokens in segments:
         rows = segment.rows_of(layers)
         members = segment.stripe.members(token_ranges[segment.group]) if rows else range(0)
         if members:
@@ -184,7 +190,7 @@ def plan_read(
                     chunk_bytes=chunk_bytes,
                     part_token_bytes=window.part_token_bytes,
                 )
-            max_chunks += len(rows) * (2 * len(members) // tokens_fit + 2)
+            max_chunks += _most_chunks(len(rows), len(members), tokens_fit, align_tokens)
             nbytes += len(rows) * len(members) * window.part_token_bytes
             row_stop = 1 + segment.stripe.token(members[-1])
             token_stop = max(token_stop, row_stop * route.row_tokens[segment.group])
@@ -192,12 +198,13 @@ def plan_read(
             layer_stop = max(layer_stop, 1 + last_layer)
         all_members.append(members)
         all_rows.append(rows)
-    if max_chunks > MAX_CHUNKS:
+    allowed = min(MAX_CHUNKS, FREE_CHUNKS + 4 * len(all_rows) + nbytes // LEAST_CHUNK_BYTES)
+    if max_chunks > allowed:
         raise GeometryError(
             "chunk_bytes is too small for a read of this many bytes",
             chunk_bytes=chunk_bytes,
             nbytes=nbytes,
-            max_chunks=MAX_CHUNKS,
+            max_chunks=allowed,
         )
     if not nbytes:
         return None
@@ -212,6 +219,20 @@ def _check_count(token_ranges: Sequence[range], num_groups: int) -> None:
             ranges=len(token_ranges),
             groups=num_groups,
         )
+
+
+def _step(align_tokens: Sequence[int], tokens_fit: int) -> int:
+    """Return the tokens of a chunk that has a part of a row: as many as fit and are whole blocks, if possible."""
+    return next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
+
+
+def _most_chunks(
+    num_rows: int, num_tokens: int, tokens_fit: int, align_tokens: Sequence[int]
+) -> int:
+    """Return a number that a segment's chunks do not exceed, before the first and the last of a read are split."""
+    if num_tokens <= tokens_fit:
+        return -(-num_rows // (tokens_fit // num_tokens))
+    return num_rows * (num_tokens // _step(align_tokens, tokens_fit) + 2)
 
 
 def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:

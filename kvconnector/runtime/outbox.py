@@ -206,7 +206,8 @@ class Outbox:
                 ended.failed_sending[request_id] = _text(error)
             elif lease is not None and (error := lease.error or error) is not None:
                 ended.failed_sending[request_id] = _text(error)
-                _count(ended.stats.failures, type(error).__name__)
+                if not isinstance(error, TransferAbortedError):  # somebody wanted that
+                    _count(ended.stats.failures, type(error).__name__)
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_sending.add(request_id)

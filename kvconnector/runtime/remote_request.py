@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvconnector.errors import BlockIdError, LocalError, require_counts
 from kvconnector.layout import GroupBlocks
-from kvconnector.planning import KeepsEncoder, KeepsState, Retention
+from kvconnector.planning import KeepsAll, KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.params import TransferParams
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry
@@ -130,6 +130,7 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
             local_blocks=tuple(map(GroupBlocks.of, ids, starts)),
             remote_blocks=self.params.blocks(),
             token_stop=stop,
+            keeps_all=all(isinstance(kept, KeepsAll) for kept in self.retentions),
         )
 
     def in_whole_blocks(

@@ -173,10 +173,22 @@ class Scheduler:
         self._orders += self._offers.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """Take back the blocks of a request that is still being computed, as preemption does. Its consumer is notified,
-        and computes the prompt itself. No effect on requests that are not streamed.
+        """Take back a request's blocks. Its consumers compute the prompt themselves.
+
+        Of a request that is streamed and still computed, as preemption does, the engine may use the blocks at once.
+        Those of a request that was offered are free when `finished_sending` names it, with the reason in
+        `failed_sending`. No effect on other requests.
         """
         self._orders += self._offers.withdraw(request_id)
+        if request_id in self._offers.held:
+            self._orders.append(WithdrawRequest(request_id))
+
+    @property
+    def address(self) -> str | None:
+        """Where consumers find this engine: the address of its directory service, as "tcp://host:port". None for a
+        consumer, which has none.
+        """
+        return None if self._service is None else self._service.control.address
 
     @property
     def held(self) -> Set[str]:
@@ -357,7 +369,7 @@ class Scheduler:
         """Forget a request that the engine has finished. Its load stops: keep its blocks until `finished_recving` names
         it. Consumers that stream a request which was never offered are notified. Unknown requests are ignored.
         """
-        self.withdraw(request_id)
+        self._orders += self._offers.withdraw(request_id)
         self._offers.close(request_id)
         remote = self._requests.get(request_id)
         if remote is None:
@@ -371,8 +383,7 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """Forget a request, and withdraw its offer: `finished_sending` names it once nothing reads its blocks."""
         self.finish(request_id)
-        if request_id in self._offers.held:
-            self._orders.append(WithdrawRequest(request_id))
+        self.withdraw(request_id)
 
     def build_step(self) -> StepMetadata:
         """Return the orders since the last call, for every worker."""
@@ -387,10 +398,16 @@ class Scheduler:
         """Return the number of workers that report each request: all. See `KVOutputAggregator.from_connector`."""
         return self._engine.world_size
 
-    def update(self, output: WorkerOutput | None) -> None:
-        """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine."""
-        if output is None:
-            return
+    def update(self, output: WorkerOutput) -> None:
+        """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine.
+
+        Args:
+            output: The result of `KVOutputAggregator.aggregate`, or of the only worker's `poll`. Where the aggregator
+                has returned None, there is nothing to take yet.
+
+        Raises:
+            LocalError: `output` is no `WorkerOutput`.
+        """
         if not isinstance(output, WorkerOutput):
             raise LocalError("update takes what the aggregator returned", got=type(output).__name__)
         self._failures.note("load", output.failed_recving)

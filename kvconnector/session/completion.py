@@ -108,10 +108,11 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     it until the engine takes it; it does not change after that.
 
     `failed_recving` maps loads that failed, and `failed_sending` requests whose blocks could not be offered or whose
-    lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are in the finished
-    sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading tokens of a failed load
-    that are in its blocks nevertheless, if known. `begun` are followed requests whose load may be asked for, and
-    `extras` the bytes that the producer's engine gave to `Scheduler.offer` for them, in the first worker's report.
+    lease ended before all consumers had confirmed, to the reason, which begins with the error's class and a colon. They
+    are in the finished sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading
+    tokens of a failed load that are in its blocks nevertheless, if known and if all groups keep every token.
+    `begun` are followed requests whose load may be asked for, and `extras` the bytes that the producer's engine gave to
+    `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again. `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.

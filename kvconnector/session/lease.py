@@ -35,6 +35,7 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
+from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
@@ -113,17 +114,23 @@ LEASE_TABLE: Table[LeaseState] = Table(
 )
 
 REFUSAL_OF = {
-    LeaseState.RELEASED: (Refusal.UNKNOWN_TRANSFER, "the transfer is complete: draw names anew"),
+    LeaseState.RELEASED: (
+        Refusal.UNKNOWN_TRANSFER,
+        "the transfer is complete: prefill the request anew",
+    ),
     LeaseState.EXPIRED: (Refusal.LEASE_EXPIRED, "the lease on the request's blocks has ended"),
     LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),
 }
+_USED_NAMES = "the transfer is complete: draw names anew"
+"""The text for a transfer that its router named, and may name again by mistake."""
 
 
 class Lease(Tracked[LeaseState]):
     """A request's blocks, the ranks that have confirmed, and the sends that read the blocks.
 
     It is published under its `keys`. If it `is_streamed`, it was granted before it was complete: its `followers` get a
-    report whenever it grows, and the engine expects its release only once it `is_complete`.
+    report whenever it grows, and the engine expects its release only once it `is_complete`. Its `outcome` is known, and
+    the `reason` if it was aborted, before its last send has stopped.
     """
 
     def __init__(self, granted: LeaseOrder, now: float) -> None:
@@ -142,6 +149,7 @@ class Lease(Tracked[LeaseState]):
         self.sends: dict[Send, None] = {}
         self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
+        self.reason: KVConnectorError | None = None
         self.is_reported = False
         self.extra = b""
 
@@ -180,7 +188,7 @@ class Lease(Tracked[LeaseState]):
     def progress(self) -> m.Progress:
         """Return the report to its followers."""
         if self.outcome is not None:
-            refusal, text = REFUSAL_OF[self.outcome]
+            refusal, text = self.refusal()
             return m.Progress(
                 transfer_id=self.transfer_id, secret=self.secret, refusal=refusal, text=text
             )
@@ -192,6 +200,13 @@ class Lease(Tracked[LeaseState]):
             watermark=self.watermark,
             extra=self.extra,
         )
+
+    def refusal(self) -> tuple[Refusal, str]:
+        """Return the refusal of who asks for it once its outcome is known."""
+        outcome = self.outcome or LeaseState.ABORTED
+        refusal, text = REFUSAL_OF[outcome]
+        is_named = self.is_streamed and outcome is LeaseState.RELEASED
+        return refusal, _USED_NAMES if is_named else text
 
     def opens_with(self, secret: str) -> bool:
         """Returns True if a peer's secret is this lease's. Takes the same time no matter where they differ."""
@@ -242,19 +257,19 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
 
 
 class EndedLeases:
-    """The outcomes of the last `limit` leases that ended, for answers to late messages."""
+    """The last `limit` leases that ended, and the refusals of who asks for them late."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         # a look-up compares secrets only if their hashes are equal, so its time tells nothing about one
-        self._ended: dict[tuple[str, str], LeaseState] = {}
+        self._ended: dict[tuple[str, str], tuple[Refusal, str]] = {}
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._ended[lease.transfer_id, lease.secret] = lease.state
+        self._ended[lease.transfer_id, lease.secret] = lease.refusal()
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
 
-    def find(self, transfer_id: str, secret: str) -> LeaseState | None:
-        """Return the outcome of the lease with this id and secret, None if it is not remembered."""
+    def find(self, transfer_id: str, secret: str) -> tuple[Refusal, str] | None:
+        """Return the refusal of the lease with this id and secret, None if it is not remembered."""
         return self._ended.get((transfer_id, secret))

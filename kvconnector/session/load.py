@@ -202,6 +202,9 @@ class Load(Tracked[LoadState]):
             planned = plan_reads(routes, self.left, chunk_bytes=chunk_bytes)
             self.left = ()
             return planned
+        if not sources:  # no producer rank has anything for this one
+            self.left = ()
+            return ()
         reads: tuple[SourceRead, ...] = ()
         while any((piece := self._ready(sources)).token_ranges):
             planned = plan_reads(
@@ -266,14 +269,16 @@ class Load(Tracked[LoadState]):
         self.note_filled()
 
     def note_filled(self) -> None:
-        """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks."""
-        if self.begun is None:
+        """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks. It stays None
+        where groups keep only some tokens, as those that are loaded are the ones needed at the load's end.
+        """
+        if self.begun is None and self.asked is not None and self.asked.keeps_all:
             row_tokens = self.engine.row_tokens or (1,) * len(self.left)
             left = [*zip(self.left, row_tokens, strict=False)]
             starts = [tokens.start * m for tokens, m in left if tokens]
             everything = [tokens.stop * m for tokens, m in left]
-            if self.asked is not None:  # rows end before the tokens that no row holds yet
-                everything.append(self.asked.token_stop)
+            # rows end before the tokens that no row holds yet
+            everything.append(self.asked.token_stop)
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:

@@ -75,6 +75,7 @@ class LoadRequest(_Order, frozen=True):
     """Load tokens `[start, stop)` of each group from the producer's blocks into ours. A followed request has no
     `remote_blocks`: the producer's workers report them. A worker sets `error` if its check fails: then the load fails.
     Ranges of a compressed group count rows. The load brings what the tokens up to `token_stop` need.
+    `keeps_all`: all groups keep every token, so a part of the load is of use.
     """
 
     token_ranges: tuple[tuple[int, int], ...]
@@ -82,6 +83,7 @@ class LoadRequest(_Order, frozen=True):
     remote_blocks: tuple[GroupBlocks, ...]
     error: KVConnectorError | None = None
     token_stop: int = 0
+    keeps_all: bool = True
 
 
 class DropRequest(_Order, frozen=True):

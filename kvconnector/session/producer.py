@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvconnector.config import LeaseConfig
-from kvconnector.errors import KVConnectorError, LocalError
+from kvconnector.errors import KVConnectorError, LocalError, TransferAbortedError
 from kvconnector.ids import Rank
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
@@ -23,7 +23,7 @@ from kvconnector.session.containment import (
     is_refusal,
     settle,
 )
-from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, Send
+from kvconnector.session.lease import EndedLeases, Lease, LeaseState, Send
 from kvconnector.session.link import Link
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers, name_of
@@ -115,7 +115,8 @@ class ProducerSession:
             # the first use could not be distinguished from those about the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
-                    self._engine.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
+                    trace = HoldTrace(now, now)
+                    self._engine.release(event.request_id, _ABORTED.value, trace, _given_up_error())
                 return
             lease = Lease(event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
@@ -125,7 +126,7 @@ class ProducerSession:
         if lease.state is LeaseState.DRAINING:
             return
         if event.error is not None or not lease.grow(event):
-            self._end(lease, _ABORTED)
+            self._end(lease, _ABORTED, event.error or _moved_error())
         else:
             self._grow(lease, event, now)
         for early in self._early.take(event.transfer_id):
@@ -160,7 +161,7 @@ class ProducerSession:
                 lease.followers += peer.alone
             self._links.send(event.link, lease.progress())
         elif (ended := self._find_ended(follow)) is not None:
-            self._refuse(event, *REFUSAL_OF[ended])
+            self._refuse(event, *ended)
         elif lease is not None:
             self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
         elif not self._early.keep(peer, event, now + self._config.early_follow_s):
@@ -173,7 +174,7 @@ class ProducerSession:
         if lease is None:
             return  # it was released in the meantime
         lease.accept(event, now)
-        self._end(lease, LeaseState.ABORTED)
+        self._end(lease, LeaseState.ABORTED, _withdrawn_error())
 
     def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> None:
         read = event.message
@@ -190,7 +191,7 @@ class ProducerSession:
         elif read.read_id not in peer.sends:  # otherwise a duplicate
             lease.accept(event, now)
             if lease.state is LeaseState.DRAINING:
-                self._refuse(event, *REFUSAL_OF[lease.outcome or _ABORTED])
+                self._refuse(event, *lease.refusal())
                 return
             groups, max_chunk_bytes = self._topology.geometry.groups, self._reply.max_chunk_bytes
             try:
@@ -210,7 +211,7 @@ class ProducerSession:
         """Refuse a read, or keep it until its lease comes: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
-            self._refuse(event, *REFUSAL_OF[ended])
+            self._refuse(event, *ended)
         # with another secret it may be a new request under an old name, whose lease is still to come
         elif not self._early.keep(peer, event, now + self._config.early_read_s):
             self._refuse(event, Refusal.INTERNAL, "too many reads came before their leases")
@@ -232,7 +233,7 @@ class ProducerSession:
         self._peers.end_send(send)
         lease.accept(event, now)
         if event.sent_chunks is not None and self._peers.ready(send.link) is not None:
-            refusal, text = REFUSAL_OF[lease.outcome or _ABORTED]
+            refusal, text = lease.refusal()
             if event.error is not None:
                 refusal, text = Refusal.INTERNAL, event.error.statement
             self._end_read(send.link, send.read.read_id, event.sent_chunks, refusal, text)
@@ -263,20 +264,33 @@ class ProducerSession:
         if lease is None:
             # our engine's next step may bring the lease; a duplicate changes nothing
             if self._find_ended(key) is None:
-                self._early.keep(peer, event, now + self._config.early_read_s)
+                self._keep_ending(peer, event, now)
             return
         if not lease.opens_with(key.secret):
             return
         lease.accept(event, now)
         if isinstance(key, m.Abort):
-            self._end(lease, LeaseState.ABORTED)
+            self._end(
+                lease, LeaseState.ABORTED, _given_up_error(str(peer.engine_id), str(peer.rank))
+            )
             return
         ranks = lease.confirmed.setdefault(peer.engine_id, set())
         ranks.add(peer.rank)
         if ranks >= peer.readers:
             self._end(lease, LeaseState.RELEASED)
 
-    def _find_ended(self, key: m.TransferKey | m.Read | LeaseOrder) -> LeaseState | None:
+    def _keep_ending(self, peer: Peer, event: ev.FromPeer[m.Done | m.Abort], now: float) -> None:
+        """Keep the end of a transfer until its lease comes. An abort takes the place of what was kept of the peer's
+        interest: that lease may be as late as the one that was followed.
+        """
+        key, keep_s = event.message, self._config.early_read_s
+        follow = peer.early.get(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
+        if isinstance(key, m.Abort) and follow is not None:
+            self._early.remove(follow)
+            keep_s = max(keep_s, self._config.early_follow_s)
+        self._early.keep(peer, event, now + keep_s)
+
+    def _find_ended(self, key: m.TransferKey | m.Read | LeaseOrder) -> tuple[Refusal, str] | None:
         remembered = self._ended, self._given_up
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]
@@ -351,14 +365,17 @@ class ProducerSession:
         if lost:
             lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
 
-    def _end(self, lease: Lease, outcome: LeaseState) -> None:
+    def _end(
+        self, lease: Lease, outcome: LeaseState, reason: KVConnectorError | None = None
+    ) -> None:
         """End the lease, now or as soon as the sends that read its blocks have stopped."""
         for key in lease.keys:
             self._data.retract(key)
         lease.keys = ()
         self._agenda.forget(lease)
         is_filling = lease.state is LeaseState.FILLING
-        lease.outcome = lease.outcome or outcome
+        if lease.outcome is None:
+            lease.outcome, lease.reason = outcome, reason
         if is_filling and outcome is not LeaseState.RELEASED:
             self._notify_followers(lease)
         if not lease.sends:
@@ -373,7 +390,7 @@ class ProducerSession:
     def _close(self, lease: Lease, outcome: LeaseState) -> None:
         lease.move(outcome)
         if lease.is_complete:
-            self._engine.release(lease.request_id, outcome.value, lease.trace)
+            self._engine.release(lease.request_id, outcome.value, lease.trace, lease.reason)
             lease.is_reported = True
         self._forget(lease)
 
@@ -449,7 +466,8 @@ class ProducerSession:
             self._data.retract(key)
         lease.keys = ()
         self._agenda.forget(lease)
-        lease.outcome = lease.outcome or LeaseState.ABORTED
+        if lease.outcome is None:
+            lease.outcome, lease.reason = LeaseState.ABORTED, failure_of(error)
         if not lease.is_complete:
             guarded(partial(self._lose_followers, lease, now), self._notify_followers, lease)
         for send in lease.sends:
@@ -461,7 +479,7 @@ class ProducerSession:
         self._forget(lease)
         if lease.is_complete and not lease.is_reported:
             outcome = lease.outcome.value
-            self._engine.release(lease.request_id, outcome, None, failure_of(error))
+            self._engine.release(lease.request_id, outcome, None, lease.reason)
             lease.is_reported = True
 
     def _lose_followers(self, lease: Lease, now: float, error: Exception) -> None:
@@ -489,6 +507,19 @@ class ProducerSession:
 _ABORTED = LeaseState.ABORTED
 _UNKNOWN = "no such transfer"
 """The text is the same if a transfer with this name has another secret."""
+
+
+def _withdrawn_error() -> TransferAbortedError:
+    return TransferAbortedError("this engine took the blocks back before they were read")
+
+
+def _moved_error() -> TransferAbortedError:
+    return TransferAbortedError("the prompt's blocks were replaced while consumers read them")
+
+
+def _given_up_error(engine_id: str = "", rank: str = "") -> TransferAbortedError:
+    where = {"engine": engine_id, "rank": rank} if engine_id else {}
+    return TransferAbortedError("a consumer gave up the request before it had read it", **where)
 
 
 def _is_early(read: m.Read, lease: Lease) -> bool:

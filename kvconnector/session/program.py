@@ -1,4 +1,6 @@
-"""The data path's part of a read's record. A session reads only those fields that it sends to the peer."""
+"""The data path's part of a read's record. A session reads only those fields that it sends to the peer, and `row`: with
+one a read moves bytes, without one it waits for its turn.
+"""
 
 from __future__ import annotations
 

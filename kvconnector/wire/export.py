@@ -28,7 +28,7 @@ MAX_ALLOCATIONS = 1 << 12
 
 class ExportedTable(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The part table `[group, family]`: `rows` are little-endian int64 `[num_parts, 5]`, the columns those of
-    `cache.views.PART_TABLE_COLUMNS`, addresses and strides in bytes of the exporting process.
+    `layout.views.PART_TABLE_COLUMNS`, addresses and strides in bytes of the exporting process.
     """
 
     group: Annotated[int, Meta(ge=0, lt=1 << 31)]

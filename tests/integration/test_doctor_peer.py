@@ -29,7 +29,7 @@ def p():
 
 
 def _address(engine):
-    return engine.scheduler._service.control.address.removeprefix("tcp://")
+    return engine.scheduler.address.removeprefix("tcp://")
 
 
 @pytest.fixture

@@ -22,6 +22,31 @@ def test_impossible_token_ranges_are_refused(ranges):
         planned(ranges)
 
 
+def test_a_tiny_chunk_does_not_make_anybody_cut_more_than_the_read_is_worth():
+    """A peer names the size of its chunks: each of them costs a producer far more than a token."""
+    engine = FakeEngine("e", attention_model(num_layers=1)).geometry()
+    topology = TpKVTopology(engine, Rank(0, 0))
+    with pytest.raises(GeometryError, match="chunk_bytes is too small"):
+        plan_transfer(topology, engine, [range(1 << 15)], chunk_bytes=16)
+    for chunk_bytes in (16, 1 << 13):  # few chunks, or chunks of a sensible size, are cut
+        num_tokens = 1 << 10 if chunk_bytes == 16 else 1 << 20
+        (read,) = plan_transfer(topology, engine, [range(num_tokens)], chunk_bytes=chunk_bytes)
+        assert read.num_chunks >= read.total_bytes // chunk_bytes
+
+
+def test_many_segments_of_a_short_prompt_are_not_too_many_chunks():
+    model = attention_model(num_layers=64, total_heads=2)
+    shapes = [
+        FakeEngine(
+            name, model, tp_size=2, dcp_size=2, interleave_tokens=interleave, block_sizes=(64,)
+        )
+        for name, interleave in (("a", 1), ("b", 64))
+    ]
+    ours, theirs = (shape.geometry() for shape in shapes)
+    reads = plan_transfer(TpKVTopology(ours, Rank(0, 0)), theirs, [range(200)], chunk_bytes=1 << 18)
+    assert sum(read.num_chunks for read in reads) > 0
+
+
 def test_chunks_hold_the_highest_token_numbers():
     last = (1 << 31) - 1
     (read,) = planned([range(last - 3, last)])
@@ -54,6 +79,8 @@ def test_group_blocks_check_their_values():
     for wrong in ([1 << 31], [1 << 70], [None]):
         with pytest.raises(BlockIdError):
             GroupBlocks.of(wrong)
+    with pytest.raises(BlockIdError, match=r"from 0 to 2\^31 - 1 \[lowest=-1, highest=3\]"):
+        GroupBlocks.of([3, -1])
     for values in ((b"123", 0), (b"", -1), (b"", 1 << 31)):
         with pytest.raises(BlockIdError, match="first_block"):
             GroupBlocks(wire_ids=values[0], first_block=values[1])

@@ -105,6 +105,47 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
     assert _start(scheduler) == 7
 
 
+def test_an_offer_can_be_withdrawn(producer):
+    """Whoever needs its blocks need not wait for the lease's end."""
+    producer.offer("r", blocks=[[1, 2]], num_tokens=8)
+    producer.finish("r")
+    producer.build_step()
+    producer.withdraw("r")
+    assert producer.build_step().orders == (WithdrawRequest("r"),)
+    assert "r" in producer.held
+    producer.update(WorkerOutput(finished_sending={"r"}))
+    assert "r" not in producer.held
+    producer.withdraw("r")
+    assert producer.build_step().is_empty
+
+
+def test_a_producer_says_where_it_is_found(producer, scheduler):
+    params = producer.offer("r", blocks=[[1, 2]], num_tokens=8)
+    assert producer.address == f"tcp://{params['remote_host']}:{params['remote_port']}"
+    assert scheduler.address is None
+
+
+@pytest.mark.parametrize("output", [None, {}, "output"])
+def test_only_outputs_are_taken(scheduler, output):
+    with pytest.raises(LocalError, match="update takes what the aggregator returned"):
+        scheduler.update(output)
+
+
+@pytest.mark.parametrize("ids", [[-1], [3, -(1 << 31)]])
+def test_a_negative_block_id_is_named_as_it_is(producer, ids):
+    with pytest.raises(BlockIdError, match=f"lowest={min(ids)}") as refused:
+        producer.offer("r", blocks=[ids], num_tokens=4)
+    assert "2147483648" not in str(refused.value).replace("-2147483648", "")
+
+
+def test_loads_with_windows_say_so():
+    for retentions, keeps_all in (([KeepsAll()], True), ([KeepsWindow(4)], False)):
+        scheduler = consumer_scheduler(retentions=retentions)
+        _start(scheduler)
+        (load,) = _orders(scheduler.build_step(), LoadRequest)
+        assert load.keeps_all is keeps_all
+
+
 def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.on_new_request("w", PARAMS)
     right = {"blocks": [[1, 2]], "num_tokens": 3}

@@ -64,6 +64,24 @@ def test_a_load_without_remote_blocks_is_refused(side):
     assert not harness.of(calls, "start_receive")
 
 
+def test_a_direct_read_that_hangs_is_given_up_like_any_other(side):
+    """Its producer was not asked for it, and it needs no slots."""
+    (link,) = harness.connect(side)
+    side.handle(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
+    (other,) = harness.of(side.handle(harness.load_request("x")), "start_receive")
+    side.handle(harness.posted(other.read))
+    (begun,) = harness.of(side.handle(harness.load_request()), "start_receive")
+    begun.read.row = 3  # it moves bytes
+    stopped = []
+    for _ in range(13):
+        side.handle(ev.ReceiveAdvanced(other.read), harness.heartbeat_reply(link))
+        stopped += harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
+    assert side.now <= harness.PEER.transfer_timeout_s + harness.HEARTBEAT_S
+    assert harness.call("stop_receive", begun.read) in stopped
+    (ended,) = harness.of(side.handle(ev.ReceiveStopped(begun.read)), "finish_load")
+    assert "made no progress" in str(ended.error)
+
+
 def test_a_load_waits_for_slots_only_while_others_progress(side):
     (link,) = harness.connect(side)
     side.handle(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))

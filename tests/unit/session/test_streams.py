@@ -1,7 +1,10 @@
 """Streams: prompts that are read while they are computed, at the producer and at the consumer."""
 
+from functools import partial
+
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import (
     LeaseExpiredError,
@@ -10,15 +13,17 @@ from kvconnector.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
+from kvconnector.ids import Rank
 from kvconnector.layout import GroupBlocks, Watermark
+from kvconnector.session import ConsumerSession, load
 from kvconnector.session import events as ev
-from kvconnector.session import load
 from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
+from tests.support.fakes import FakeGroup, FakeModel, FakePart
 from tests.unit.session import harness
 
 IDS = (3, 1, 2)
@@ -317,6 +322,95 @@ def test_reads_of_a_withdrawn_prompt_do_not_count_as_filled(end, filled_tokens):
     calls = side.handle(ev.LinkLost(link, end)) if is_lost else side.receive(link, end)
     (ended,) = harness.of(calls, "finish_load")
     assert ended.load.filled_tokens == filled_tokens
+
+
+def test_a_part_of_a_load_with_windows_does_not_count_as_filled():
+    """A window's tokens are those that are needed at the load's end, and not before it."""
+    side = harness.consumer()
+    (link,) = harness.connect(side, is_followed=True)
+    side.handle(replace(harness.load_request(), keeps_all=False))
+    (started,) = harness.of(side.receive(link, _report(8)), "start_receive")
+    side.handle(ev.ReceiveFinished(started.read))
+    (ended,) = harness.of(side.handle(ev.LinkLost(link, PeerLostError("gone"))), "finish_load")
+    assert ended.load.filled_tokens is None
+
+
+def _rank_without_layers():
+    """Make a consumer rank that holds no layer of a model whose second stage has none, with a ready producer."""
+    parts = (FakePart("k", 2, 4), FakePart("v", 2, 4))
+    model = FakeModel(2, (FakeGroup((0,), parts),))
+    ours = harness.engine("d", model, pp_size=2)
+    settings = ours, Rank(1, 0), harness.PEER
+    side = harness.Side(
+        partial(ConsumerSession, *settings, chunk_bytes=harness.CHUNK_BYTES, orders={})
+    )
+    assert harness.resolve(side, harness.engine(model=model), is_followed=True) == []
+    return side
+
+
+def test_a_rank_without_layers_loads_a_streamed_prompt_at_once():
+    side = _rank_without_layers()
+    assert harness.finished(side.handle(harness.load_request())) == harness.OK
+    assert side.num_loads == 0
+
+
+def test_a_rank_without_layers_waits_as_long_as_its_engine():
+    """No producer reports to it, so only the other ranks know how far the prompt is."""
+    side = _rank_without_layers()
+    for _ in range(100):
+        assert _begun(side.tick(harness.HEARTBEAT_S)) == []
+    assert harness.finished(side.handle(harness.load_request())) == harness.OK
+
+
+def test_an_abort_ends_what_is_kept_of_a_followed_transfer():
+    side = harness.producer()
+    harness.welcome(side)
+    side.handle(harness.follow())
+    side.tick(1.0)
+    side.handle(harness.abort())
+    for _ in range(9):
+        side.handle(harness.heartbeat(-1))
+        assert side.tick(1.0) == []
+    assert harness.released(side.handle(_granted(12, is_complete=True))) == [("r", "aborted")]
+    assert side.num_leases == 0
+
+
+def test_a_second_reader_of_a_plain_offer_is_told_to_prefill_anew():
+    side = harness.producer()
+    harness.welcome(side)
+    side.handle(harness.hold(), harness.done())
+    (refused,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
+    assert "prefill the request anew" in refused.text
+    side.handle(_granted(4), _granted(12, is_complete=True))
+    named = m.TransferKey(transfer_id="u", secret=harness.SECRET)
+    grown = GrowRequest("s", "u", harness.SECRET, harness.BLOCKS, Watermark(12))
+    side.handle(grown, HoldRequest("s", "u", harness.SECRET, harness.BLOCKS, 12))
+    side.handle(harness.done(key=named))
+    ((_, _, text),) = _refused(side.handle(harness.follow(key=named)))
+    assert "draw names anew" in text
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("ending", ["withdrawn", "given up"])
+def test_the_reason_for_an_aborted_lease_is_reported(ending, is_read):
+    side = harness.producer()
+    harness.welcome(side)
+    side.handle(harness.hold())
+    calls = []
+    if is_read:
+        (started,) = harness.of(side.receive(-1, harness.read()), "start_send")
+    words = "gave up the request"
+    if ending == "withdrawn":
+        words = "took the blocks back"
+        calls += side.handle(WithdrawRequest("r"))
+    else:
+        calls += side.handle(harness.abort())
+    if is_read:
+        assert harness.released(calls) == []
+        calls = side.handle(ev.SendOver(started.send, 0))
+    (ended,) = harness.of(calls, "release")
+    assert isinstance(ended.error, TransferAbortedError)
+    assert words in str(ended.error)
 
 
 def test_a_queued_prompt_waits_while_its_producer_answers():
