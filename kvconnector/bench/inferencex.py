@@ -16,7 +16,7 @@ from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.results import CaseResult, ShowProgress
-from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, ENTRY_TOKENS, EngineShape
+from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.bench.transfer import compare
 from kvconnector.errors import ConfigError
@@ -32,13 +32,13 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         ConfigError: A length is no multiple of the largest page, or not even one request fits into the memory.
     """
     options = msgspec.structs.replace(options, model=DEEPSEEK_V4_PRO)
-    if any(tokens % (32 * ENTRY_TOKENS) for tokens in options.tokens):
+    if any(tokens % 128 for tokens in options.tokens):
         raise ConfigError("prompts fill pages: give multiples of 128", tokens=list(options.tokens))
     num_contenders = 1 + sum(peer.library in options.peers for peer in PEERS)
     budget = SHARE_OF_MEMORY * _free_bytes(options.device) / (2 * num_contenders * SPARE_FACTOR)
     cases = list(product(options.tokens, options.pages, options.bursts))
     for number, (tokens, page, burst) in enumerate(cases):
-        nbytes = burst * options.model.request_bytes(tokens // ENTRY_TOKENS)
+        nbytes = burst * options.model.request_bytes(tokens)
         name = f"{tokens} tokens, pages of {page}, {burst} at once, {format_bytes(nbytes)}"
         if nbytes > budget:
             progress(f"{name}: left out, this machine has memory for {format_bytes(int(budget))}")
@@ -50,11 +50,11 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                     budget=format_bytes(int(budget)),
                 )
             continue
-        shape = EngineShape(block=page // ENTRY_TOKENS)
-        prompt, share = tokens // ENTRY_TOKENS, number / len(cases)
-        cut = msgspec.structs.replace(options, prefill=shape, decode=shape, tokens=(prompt,))
+        shape = EngineShape(block=page)
+        share = number / len(cases)
+        cut = msgspec.structs.replace(options, prefill=shape, decode=shape, tokens=(tokens,))
         deployment = Deployment(cut, in_flight=burst)
-        requests = [deployment.transfer(prompt, index) for index in range(burst)]
+        requests = [deployment.transfer(tokens, index) for index in range(burst)]
         yield from compare(
             deployment,
             {name: [requests] * options.iterations},

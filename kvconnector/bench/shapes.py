@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -38,8 +38,9 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a model that cache alike: one layer's data per token, or its state, on all ranks together.
 
     Each of `parts` is a name, a number of heads (of a state, the units that tensor parallelism splits), the elements of
-    a head, and the bytes of one. A block has `block_size` tokens at least. `extent_tokens` are those of a window or a
-    chunk. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has.
+    a head, and the bytes of one. A block has `block_size` rows at least. `extent_tokens` are those of a window or a
+    chunk. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has. Of layers that compress, `row_tokens`
+    tokens share a row.
     """
 
     kind: str
@@ -49,18 +50,21 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     extent_tokens: int = 0
     block_size: int = 1
     encoder_tokens: int = 0
+    row_tokens: int = 1
 
     @property
     def retention(self) -> Retention:
         """The tokens of a sequence that these layers keep."""
         from kvconnector.planning import retention_named
 
-        return retention_named(self.keeps, self.extent_tokens)
+        if self.row_tokens == 1:  # a soak's other release may not know more
+            return retention_named(self.keeps, self.extent_tokens)
+        return retention_named(self.keeps, self.extent_tokens, self.row_tokens)
 
     def missing(self, tokens: range) -> range:
-        """Return the tokens of a prompt that these layers lack before the next one can be computed."""
+        """Return the tokens, or rows, of a prompt that these layers lack before the next one can be computed."""
         if self.keeps == "all":  # a soak's other release may lack `retention_named`
-            return tokens
+            return range(tokens.start // self.row_tokens, tokens.stop // self.row_tokens)
         if self.keeps == "encoder":
             return range(self.encoder_tokens or tokens.stop)
         return self.retention.missing(tokens.start, tokens.stop)
@@ -105,8 +109,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         name, _, layers = text.partition(",layers=")
         if name not in MODELS:
             raise ConfigError("no such model", model=name, known=list(MODELS))
-        numbers = parse_numbers(layers) or (MODELS[name].num_layers,)
-        return msgspec.structs.replace(MODELS[name], num_layers=numbers[0])
+        (num_layers, *_) = parse_numbers(layers) or (MODELS[name].num_layers,)
+        groups = [
+            msgspec.structs.replace(group, layers=tuple(n for n in group.layers if n < num_layers))
+            for group in MODELS[name].groups
+        ]
+        kept = tuple(group for group in groups if group.layers)
+        return msgspec.structs.replace(MODELS[name], num_layers=num_layers, groups=kept)
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -127,7 +136,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return [group.missing(tokens) for group in self.layer_groups]
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that a request of `num_tokens` moves, on all ranks together."""
+        """Return the bytes of `num_tokens` tokens that are loaded, on all ranks together. Engines load one token less
+        than a prompt has if some layers do not keep all of them: the last one is computed where the next is sampled.
+        """
         return sum(
             len(group.missing(range(num_tokens))) * len(group.layers) * heads * size * item
             for group in self.layer_groups
@@ -138,6 +149,83 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Return what two engines must agree on."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
 
+
+def _latents(
+    kind: str, layers: Iterable[int], planes: Sequence[tuple[str, int, int]], **more: Any
+) -> LayerGroup:
+    """Layers that keep one latent a row, replicated over tensor parallel ranks. A page has the rows' `planes` one after
+    the other, each a name, the elements of a row and the bytes of one.
+    """
+    parts = tuple((name, 1, size, item) for name, size, item in planes)
+    return LayerGroup(kind=kind, layers=tuple(layers), parts=parts, **more)
+
+
+LATENT_PLANES = (("latent", 576, 1), ("latent-scales", 8, 1))
+"""A row of DeepSeek-V4's latents in fp8: 448 bytes and 64 rotary elements of two; 7 scales and a byte of padding."""
+INDEX_PLANES = (("index", 128, 1), ("index-scales", 4, 1))
+"""A row of an indexer's keys in fp8: 128 elements, then one float32 scale."""
+
+
+def sparse_mla(name: str, num_layers: int, indexed: Iterable[int] | None = None) -> ModelShape:
+    """Return a model with DeepSeek-V3.2's sparse attention (GLM-5 has it, too), as engines cache it in fp8: a latent of
+    656 bytes a token in each layer, and an indexer's key in the layers `indexed`; None for all. Others share the choice
+    of a layer before them.
+    """
+    every = range(num_layers)
+    groups = (
+        _latents("sparse attention", every, (("latent", 656, 1),)),
+        _latents("indexer", every if indexed is None else indexed, INDEX_PLANES),
+    )
+    sizes = {"num_layers": num_layers, "num_kv_heads": 1, "head_dim": 656}
+    return ModelShape(name=name, dtype="uint8", is_mla=True, groups=groups, **sizes)
+
+
+def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
+    """Return a model with DeepSeek-V4's compressed attention, as vLLM caches it in fp8.
+
+    Every layer keeps a window of 128 latents. One with a ratio of 4 or 128 (else 0) also keeps a latent for so many
+    tokens, with 4 an indexer's key beside it, and in float32 what the next row needs of the latest tokens: with 4 rows
+    overlap, so these are a window of 8, with 128 one of 128.
+
+    Args:
+        name: The model's name.
+        ratios: The compression of each layer.
+
+    Raises:
+        ConfigError: a ratio is none of these.
+    """
+    if unknown := sorted({*ratios} - {0, 1, 4, 128}):
+        raise ConfigError("layers are compressed by 4 or by 128", model=name, unknown=unknown)
+    fine = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
+    coarse = [layer for layer, ratio in enumerate(ratios) if ratio == 128]
+
+    def window(
+        kind: str, layers: Sequence[int], tokens: int, *planes: tuple[str, int, int]
+    ) -> LayerGroup:
+        return _latents(kind, layers, planes, keeps="window", extent_tokens=tokens)
+
+    groups = (
+        window("window", range(len(ratios)), 128, *LATENT_PLANES),
+        _latents("indexer", fine, INDEX_PLANES, row_tokens=4),
+        _latents("rows of 128", coarse, LATENT_PLANES, row_tokens=128),
+        _latents("rows of 4", fine, LATENT_PLANES, row_tokens=4),
+        window("state of 128", coarse, 128, ("state", 1024, 4)),
+        window("state of 4", fine, 8, ("state", 2048, 4)),
+        window("indexer's state", fine, 8, ("state", 512, 4)),
+    )
+    return ModelShape(
+        name=name,
+        num_layers=len(ratios),
+        num_kv_heads=1,
+        head_dim=584,
+        dtype="uint8",
+        is_mla=True,
+        groups=tuple(group for group in groups if group.layers),
+    )
+
+
+DEEPSEEK_V4_PRO = compressed_mla("deepseek-v4-pro", [128, *[128, 4] * 30])
+DEEPSEEK_V4_FLASH = compressed_mla("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4])
 
 # Layers, KV heads and head size from the models' public configurations. DeepSeek-R1 stores a latent of 512 and a
 # rotary key of 64 elements.
@@ -150,33 +238,12 @@ MODELS = {
         ModelShape(name="qwen3-235b", num_layers=94, num_kv_heads=4, head_dim=128),
         ModelShape(name="deepseek-r1", num_layers=61, num_kv_heads=1, head_dim=576, is_mla=True),
         ModelShape(name="gpt-oss-120b", num_layers=36, num_kv_heads=8, head_dim=64),
+        sparse_mla("deepseek-v3.2", 61),
+        sparse_mla("glm-5", 78),
+        DEEPSEEK_V4_PRO,
+        DEEPSEEK_V4_FLASH,
     )
 }
-ENTRY_TOKENS = 4
-"""Prompt tokens per entry of `DEEPSEEK_V4_PRO`'s compressed caches."""
-
-
-def _entries(kind: str, layers: Iterable[int], nbytes: int, **more: Any) -> LayerGroup:
-    """Layers that keep `nbytes` for every `ENTRY_TOKENS` tokens of the prompt."""
-    return LayerGroup(kind=kind, layers=tuple(layers), parts=(("latent", 1, nbytes, 1),), **more)
-
-
-# As vLLM lays it out: of 61 layers 30 keep 576 bytes for 4 tokens and an indexer's 132, 31 keep 576 bytes for 128, and
-# all keep a window of 128 tokens in 576 bytes each. A page has as many entries as its tokens fill, one at least.
-DEEPSEEK_V4_PRO = ModelShape(
-    name="deepseek-v4-pro",
-    num_layers=61,
-    num_kv_heads=1,
-    head_dim=576,
-    dtype="uint8",
-    is_mla=True,
-    groups=(
-        _entries("compressed sparse", range(0, 60, 2), 576),
-        _entries("indexer", range(0, 60, 2), 132),
-        _entries("heavily compressed", [*range(1, 60, 2), 60], 18, block_size=32),
-        _entries("window", range(61), 4 * 576, keeps="window", extent_tokens=33),
-    ),
-)
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,9 +330,17 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
 def _group_geometry(
     shape: EngineShape, rank: Rank, stage: range, group: LayerGroup
 ) -> GroupGeometry:
-    block_size = 1 if group.keeps == "state" else max(shape.block, group.block_size)
+    # a block has the rows of its tokens, and one at least
+    block_size = max(shape.block // group.row_tokens, group.block_size, 1)
+    block_size = 1 if group.keeps == "state" else block_size
     # ranks share the tokens only of layers that keep all of them
     dcp_size = shape.dcp if group.keeps == "all" else 1
+    if dcp_size > 1 and shape.interleave % group.row_tokens:
+        raise ConfigError(
+            "context parallel ranks take whole rows in turns",
+            interleave=shape.interleave,
+            row_tokens=group.row_tokens,
+        )
 
     def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
         heads = TpKVTopology.heads_of(
@@ -289,7 +364,8 @@ def _group_geometry(
         parts=tuple(part(*sizes) for sizes in group.parts),
         dcp_size=dcp_size,
         dcp_rank=rank.tp_rank % dcp_size,
-        interleave_tokens=shape.interleave if dcp_size > 1 else 1,
+        interleave_tokens=shape.interleave // group.row_tokens if dcp_size > 1 else 1,
+        row_tokens=group.row_tokens,
     )
 
 

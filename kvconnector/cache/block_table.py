@@ -305,9 +305,12 @@ class MultiGroupBlockTable:
         num_speculative_tokens: int = 0,
         context_parallel: ContextParallel | Sequence[ContextParallel] = NO_CONTEXT_PARALLEL,
         row_tokens: Sequence[int] | None = None,
+        rings: Sequence[bool] | None = None,
         device: str,
     ) -> None:
-        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel, row_tokens)
+        geometries = group_geometries(
+            block_sizes, kernel_block_sizes, context_parallel, row_tokens, rings
+        )
         self.tables = tuple(
             BlockTable(
                 geometry=geometry,

@@ -116,6 +116,7 @@ class StagedWriteTensor:
                     each.context_parallel.rank,
                     each.context_parallel.interleave_tokens,
                     each.row_tokens,
+                    int(each.is_ring),
                 )
                 for each in geometries
             ],
@@ -207,6 +208,7 @@ class DeviceBlockTables:
         num_speculative_tokens: The most tokens that a step computes beyond a request's end.
         context_parallel: This rank's position among those that share a request's tokens, of all groups or by group.
         row_tokens: The tokens that share a slot, by group; None if each token has one of its own.
+        rings: By group, True if a request has one block, whose slots its tokens take in turns; None if none is one.
         device: The tables' device by torch's name, a CUDA GPU or the CPU.
         kernels: The kernels to run; None for the device's own.
 
@@ -225,10 +227,13 @@ class DeviceBlockTables:
         num_speculative_tokens: int = 0,
         context_parallel: ContextParallel | Sequence[ContextParallel] = NO_CONTEXT_PARALLEL,
         row_tokens: Sequence[int] | None = None,
+        rings: Sequence[bool] | None = None,
         device: str,
         kernels: BlockTableKernels | None = None,
     ) -> None:
-        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel, row_tokens)
+        geometries = group_geometries(
+            block_sizes, kernel_block_sizes, context_parallel, row_tokens, rings
+        )
         sizes = {"max_num_reqs": max_num_reqs, "max_num_batched_tokens": max_num_batched_tokens}
         require_at_least(1, GeometryError, **sizes)
         # a tensor's device has the GPU's index, even if the caller named none

@@ -6,7 +6,8 @@ block on every rank, so a *virtual block* is `n x block_size` consecutive tokens
 is the kernel blocks `b x ratio .. b x ratio + ratio - 1`. The slot is the same in both: `b x block_size + offset`.
 
 In a compressed group `row_tokens` tokens share a slot, their *row*, and a block has `block_size / row_tokens` of them.
-The last token of a row writes it, so the other ones have no slot.
+The last token of a row writes it, so the other ones have no slot. In a ring a request has one block, whose slots its
+tokens take in turns.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ PAD_SLOT_ID = -1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
     """The mapping of positions to slots in one cache group on one rank. Sizes are in tokens. Raises GeometryError: a
-    size is below 1, the kernel's block or the interleave does not divide the allocation's block, or `row_tokens` does
-    not divide the kernel's block or the interleave.
+    size is below 1, the kernel's block or the interleave does not divide the allocation's block, `row_tokens` does not
+    divide the kernel's block or the interleave, or a ring is compressed or shared.
     """
 
     block_size: int
     kernel_block_size: int
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
     row_tokens: int = 1
+    is_ring: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"block_size": self.block_size, "kernel_block_size": self.kernel_block_size}
@@ -46,6 +48,8 @@ class BlockGeometry:
         runs += [place.interleave_tokens] if place.world_size > 1 else []
         if any(run % self.row_tokens for run in runs):
             raise GeometryError("a row crosses the end of a block or an interleave", geometry=self)
+        if self.is_ring and (self.row_tokens > 1 or place.world_size > 1):
+            raise GeometryError("a ring has a slot for each token, on one rank", geometry=self)
         if place.world_size > 1 and self.block_size % place.interleave_tokens:
             raise GeometryError("the interleave does not divide the block", geometry=self)
 
@@ -61,11 +65,13 @@ class BlockGeometry:
 
     def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:
         """Return how many allocation ids a row of a table needs. A recurrent layer has one block for its state and one
-        per speculative token, however large its blocks are. Only whole rows need room. Raises GeometryError: a count is
-        out of range.
+        per speculative token, however large its blocks are. Only whole rows need room, and a ring has one block. Raises
+        GeometryError: a count is out of range.
         """
         require_at_least(1, GeometryError, max_model_len=max_model_len)
         require_at_least(0, GeometryError, num_speculative_tokens=num_speculative_tokens)
+        if self.is_ring:
+            return 1
         row_tokens = max_model_len // self.row_tokens * self.row_tokens
         return max(-(-row_tokens // self.virtual_block_tokens), 1 + num_speculative_tokens)
 
@@ -75,6 +81,7 @@ def group_geometries(
     kernel_block_sizes: Sequence[int] | None,
     context_parallel: ContextParallel | Sequence[ContextParallel],
     row_tokens: Sequence[int] | None = None,
+    rings: Sequence[bool] | None = None,
 ) -> tuple[BlockGeometry, ...]:
     """Return the geometry of each cache group. One place in context parallelism is that of all groups. Raises
     GeometryError: there is no group, one lacks a value, or the sizes do not fit.
@@ -86,25 +93,34 @@ def group_geometries(
         else context_parallel
     )
     rows = [1] * len(block_sizes) if row_tokens is None else row_tokens
-    if not len(block_sizes) == len(kernels) == len(places) == len(rows) > 0:
+    is_ring = [False] * len(block_sizes) if rings is None else rings
+    values = (kernels, places, rows, is_ring)
+    if not block_sizes or {*map(len, values)} != {len(block_sizes)}:
         raise GeometryError(
             "every cache group needs a value of each kind, and there must be a group",
             block_sizes=tuple(block_sizes),
             kernel_block_sizes=tuple(kernels),
             context_parallel=tuple(places),
             row_tokens=tuple(rows),
+            rings=tuple(is_ring),
         )
     return tuple(
         BlockGeometry(
-            block_size=size, kernel_block_size=kernel, context_parallel=place, row_tokens=m
+            block_size=size,
+            kernel_block_size=kernel,
+            context_parallel=place,
+            row_tokens=m,
+            is_ring=wraps,
         )
-        for size, kernel, place, m in zip(block_sizes, kernels, places, rows, strict=True)
+        for size, kernel, place, m, wraps in zip(block_sizes, *values, strict=True)
     )
 
 
 def naive_slot(block_ids: Sequence[int], position: int, geometry: BlockGeometry) -> int:
     """Return the slot of one token of a request with these allocation ids. This is the oracle for `slot_mapping`."""
     cp = geometry.context_parallel
+    if geometry.is_ring:
+        position %= geometry.block_size
     block, offset = divmod(position, geometry.virtual_block_tokens)
     turn, place = divmod(offset, cp.interleave_tokens)
     round_of_turns, owner = divmod(turn, cp.world_size)
@@ -138,6 +154,9 @@ def slot_mapping(
         BlockIdError: a position is negative, or writes a slot beyond its request's blocks, on any rank.
     """
     cp, m = geometry.context_parallel, geometry.row_tokens
+    negative = positions < 0
+    if geometry.is_ring:
+        positions = positions % geometry.block_size
     blocks, offsets = np.divmod(positions, geometry.virtual_block_tokens)
     if cp.world_size > 1:
         turns, places = np.divmod(offsets, cp.interleave_tokens)
@@ -148,7 +167,7 @@ def slot_mapping(
     if m > 1:
         writes_row = (positions + 1) % m == 0
         missing &= writes_row
-    missing |= positions < 0
+    missing |= negative
     if missing.any():
         token = int(missing.argmax())
         row = int(rows[token])

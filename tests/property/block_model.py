@@ -44,10 +44,11 @@ class Request:
 class BlockModel:
     """A block manager, the memory of its blocks, its cached blocks, and the requests that hold blocks."""
 
-    is_caching = has_window = has_chunks = is_recurrent = False
+    is_caching = has_window = has_chunks = is_recurrent = is_ring = False
+    row_tokens = 1
 
     def set_up(self, data, watermark, window):
-        self.block_size = data.draw(st.integers(1, 4), label="block_size")
+        self.block_size = self.row_tokens * data.draw(st.integers(1, 4), label="block_size")
         self.totals = {GPU: data.draw(st.integers(3, 14)), CPU: data.draw(st.integers(0, 10))}
         self.step_tokens = data.draw(st.integers(1, 6), label="step_tokens")
         self.manager = BlockSpaceManager(
@@ -57,6 +58,8 @@ class BlockModel:
             sliding_window=window if self.has_window else None,
             attention_chunk_size=window if self.has_chunks else None,
             is_recurrent=self.is_recurrent,
+            row_tokens=self.row_tokens,
+            is_ring=self.is_ring,
             max_step_tokens=self.step_tokens,
             enable_caching=self.is_caching,
         )
@@ -78,7 +81,19 @@ class BlockModel:
         return [request for request in self.live if request.device is device]
 
     def num_blocks(self, num_tokens):
-        return -(-num_tokens // self.block_size)
+        if self.is_ring:
+            return min(1, num_tokens)
+        return -(-(num_tokens - num_tokens % self.row_tokens) // self.block_size)
+
+    def block(self, position):
+        """Return the index of a position's block."""
+        return 0 if self.is_ring else position // self.block_size
+
+    def in_memory(self, positions):
+        """Return those of a sequence's positions whose slots are theirs: the last of a row, or the newest of a ring."""
+        if self.is_ring:
+            positions = [*positions][-self.block_size :]
+        return [each for each in positions if (each + 1) % self.row_tokens == 0]
 
     def oldest(self, num_computed):
         """Return the oldest token that the token after `num_computed` others sees."""
@@ -107,7 +122,7 @@ class BlockModel:
 
     def slot(self, request, table, position):
         index = 0 if self.is_recurrent else position % self.block_size
-        return self.memory[request.device, table[position // self.block_size]], index
+        return self.memory[request.device, table[self.block(position)]], index
 
     def write(self, request, table, position, value):
         block, index = self.slot(request, table, position)
@@ -132,8 +147,10 @@ class BlockModel:
     def is_whole(self, request, seq, block, index):
         """Returns True if a block holds all tokens of a sequence's block `index`, or the state after the last."""
         tokens = range(index * self.block_size, (index + 1) * self.block_size)
-        kept = tokens[-1:] if self.is_recurrent else tokens
-        return self.memory[request.device, block] == [request.kv(seq, token) for token in kept]
+        kept = tokens[-1:] if self.is_recurrent else self.in_memory(tokens)
+        memory = self.memory[request.device, block]
+        held = memory if self.is_recurrent else [memory[each % self.block_size] for each in kept]
+        return held == [request.kv(seq, token) for token in kept]
 
     def hit(self, request, seq, index):
         return self.cache[GPU].get(request.kv(seq, (index + 1) * self.block_size - 1))
@@ -156,7 +173,7 @@ class BlockModel:
         tables = {seq: self.manager.get_block_table(seq) for seq in request.tokens}
         for seq, table in tables.items():
             unwritten = range(max(start, request.num_written), stop)
-            for position in unwritten if written is None else written:
+            for position in self.in_memory(unwritten if written is None else written):
                 self.write(request, table, position, request.kv(seq, position))
         self.manager.mark_blocks_as_computed(request.group, stop - start)
         request.num_computed = stop
@@ -175,7 +192,7 @@ class BlockModel:
         """
         table, owners = self.manager.get_block_table(seq), self.owners(GPU)
         end = max(request.num_slots, self.step_end(request, request.num_computed)) + lookahead
-        touched = range(request.num_slots // self.block_size, self.num_blocks(end))
+        touched = range(self.block(request.num_slots), self.num_blocks(end))
         if end == request.num_slots:
             touched = range(0)
         return {

@@ -45,7 +45,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
 
     @rule(data=st.data(), prompt=PROMPTS, num_seqs=st.integers(1, 3), keys=st.sampled_from("  a"))
     def arrive(self, data, prompt, num_seqs, keys):
-        has_encoder = not (self.forgets or self.is_caching)
+        has_encoder = not (self.forgets or self.is_caching or self.is_ring)
         num_encoder_tokens = data.draw(st.integers(0, 5)) if has_encoder else 0
         self.arrives(data, prompt, num_seqs, tuple(keys.strip()), num_encoder_tokens)
 
@@ -122,18 +122,18 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
             seq.append_tokens(accepted)
             tokens.extend(accepted)
             table = self.manager.get_block_table(seq)
-            for position in range(request.num_slots, request.num_tokens):
+            for position in self.in_memory(range(request.num_slots, request.num_tokens)):
                 self.write(request, table, position, request.kv(seq, position))
         request.num_written = request.num_tokens
 
     def lookahead_slots(self, request):
         """Return how many drafts have slots that only their sequence writes. States of drafts are kept elsewhere."""
-        if self.is_recurrent or request.num_tokens > request.num_slots:
+        if self.is_recurrent or self.is_ring or request.num_tokens > request.num_slots:
             return 0
         owners, lengths = self.owners(GPU), []
         for seq in request.tokens:
             table = self.manager.get_block_table(seq)
-            end = request.num_slots // self.block_size
+            end = self.block(request.num_slots)
             while end < len(table) and owners[table[end]] == 1:
                 end += 1
             lengths.append(end * self.block_size)
@@ -287,10 +287,10 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         for request in self.live:
             for seq in request.tokens:
                 table = self.manager.get_block_table(seq)
-                assert len(table) * self.block_size >= request.num_slots
+                assert len(table) >= self.num_blocks(request.num_slots)
                 assert self.manager.get_num_computed_tokens(seq) == request.num_computed
                 oldest, written = self.oldest(request.num_computed), request.num_written
-                for position in range(oldest, max(request.num_computed, written)):
+                for position in self.in_memory(range(oldest, max(request.num_computed, written))):
                     assert self.read(request, table, position) == request.kv(seq, position)
             table = self.cross_table(request)
             for position in request.encoder:
@@ -302,8 +302,8 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         for request in self.live:
             for seq in request.tokens:
                 table = self.manager.get_block_table(seq)
-                for position in range(request.num_computed, request.num_slots):
-                    slot = (request.device, table[position // self.block_size], position)
+                for position in self.in_memory(range(request.num_computed, request.num_slots)):
+                    slot = (request.device, table[self.block(position)], position)
                     assert contents.setdefault(slot, request.kv(seq, position)) == request.kv(
                         seq, position
                     )
@@ -316,7 +316,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
             tables = [self.manager.get_block_table(seq) for seq in seqs]
             num_tokens = min((each.num_computed for each in requests), default=0)
             expected = []
-            if not any(self.manager.get_first_block(seq) for seq in seqs):
+            if not (self.is_ring or any(self.manager.get_first_block(seq) for seq in seqs)):
                 for index in range(num_tokens // self.block_size):
                     starts = {tuple(table[: index + 1]) for table in tables}
                     if len(starts) == 1:
@@ -336,3 +336,5 @@ TestWindow = of(has_window=True)
 TestCachingWindow = of(is_caching=True, has_window=True)
 TestCachingChunks = of(is_caching=True, has_chunks=True)
 TestState = of(is_caching=True, is_recurrent=True)
+TestRows = of(is_caching=True, row_tokens=2)
+TestRing = of(is_ring=True)

@@ -49,9 +49,10 @@ def test_window_and_chunk_pages_cover_every_step(block_size, extent, batched, ma
     max_model_len=st.integers(1, 80),
     dcp_size=st.integers(1, 5),
     encoder_tokens=st.integers(0, 80),
+    m=st.sampled_from([1, 2, 5]),
 )
 def test_full_attention_pages_cover_the_largest_share(
-    block_size, max_model_len, dcp_size, encoder_tokens
+    block_size, max_model_len, dcp_size, encoder_tokens, m
 ):
     limits = CacheLimits(
         max_model_len=max_model_len,
@@ -65,6 +66,11 @@ def test_full_attention_pages_cover_the_largest_share(
         spec = kind(block_size=block_size, **SIZES)
         pages = len({token // block_size for token in range(num_tokens)})
         assert spec.max_memory_usage_bytes(limits) == pages * spec.page_size_bytes
+    whole = [row for row in range(max_model_len) if (row + 1) * m <= max_model_len]
+    most = max(len(whole[rank::dcp_size]) for rank in range(dcp_size))
+    rows = FullAttentionSpec(block_size=block_size * m, row_tokens=m, **SIZES)
+    pages = len({row // block_size for row in range(most)})
+    assert rows.max_memory_usage_bytes(limits) == pages * rows.page_size_bytes
 
 
 FULL = FullAttentionSpec(block_size=4, **SIZES)

@@ -40,7 +40,7 @@ def _gather_rows(source, source_lengths, target, target_lengths, rows):
 def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, place):
     """`block_sizes`: of the allocator and of kernels; `place`: a row of `TableGeometry.places`."""
     block_size, kernel_block_size = block_sizes
-    world_size, rank, interleave_tokens, row_tokens = place
+    world_size, rank, interleave_tokens, row_tokens, is_ring = place
     slots_per_block = kernel_block_size // row_tokens
     virtual_block = block_size * world_size
     ratio = block_size // kernel_block_size
@@ -49,6 +49,8 @@ def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, p
         end = min(query_start_loc[request + 1], positions.shape[0])
         for token in range(query_start_loc[request], end):
             position = positions[token]
+            if is_ring and position >= 0:
+                position %= block_size
             block, offset = position // virtual_block, position % virtual_block
             turn, at = offset // interleave_tokens, offset % interleave_tokens
             local_offset = turn // world_size * interleave_tokens + at

@@ -53,7 +53,9 @@ def _slot(batch: TableSet, geometry: TableGeometry, group: int, request: int, po
     kernel_block_size = int(geometry.kernel_block_sizes[group])
     if position < 0:
         return PAD_SLOT_ID
-    world_size, rank, interleave_tokens, row_tokens = geometry.places[group].tolist()
+    world_size, rank, interleave_tokens, row_tokens, is_ring = geometry.places[group].tolist()
+    if is_ring:
+        position %= block_size
     block, offset = divmod(position, block_size * world_size)
     turn, place = divmod(offset, interleave_tokens)
     round_of_turns, owner = divmod(turn, world_size)

@@ -15,8 +15,9 @@ import torch
 PAD_SLOT_ID = -1
 """The slot of a token on another rank, within a row, without a block, or after the last token."""
 
-PLACE_COLUMNS = ("world_size", "rank", "interleave_tokens", "row_tokens")
-"""Which tokens of a group write a slot: those of one rank among several, and the last one of each row."""
+PLACE_COLUMNS = ("world_size", "rank", "interleave_tokens", "row_tokens", "is_ring")
+"""Which tokens of a group write a slot, and which: those of one rank among several, and the last one of each row; in a
+ring the tokens take the slots of one block in turns."""
 
 WRITE_COLUMNS = ("group", "row", "start", "count", "offset", "length")
 """`ids[offset : offset + count]` go to `start` of a row; `length` is its new length, or -1 to keep."""
@@ -71,10 +72,10 @@ class TableGeometry:
     Attributes:
         block_sizes: int64 `[G]`, tokens per allocation block, on the device.
         kernel_block_sizes: int64 `[G]`, tokens per kernel block, a divisor, on the device.
-        places: int64 `[G, 4]`, columns `PLACE_COLUMNS`, on the device. `rank` is this rank's index among the
+        places: int64 `[G, 5]`, columns `PLACE_COLUMNS`, on the device. `rank` is this rank's index among the
             `world_size` ones that take a request's tokens in turns of `interleave_tokens`, a divisor of the block size
             if there are several. `row_tokens` tokens share a slot: a divisor of the kernel block, and of the interleave
-            if there are several ranks.
+            if there are several ranks. A ring is neither compressed nor shared.
         is_plain: True if every token has a slot of its own on this rank, in all groups.
     """
 
@@ -89,7 +90,7 @@ class TableGeometry:
         *,
         block_sizes: Sequence[int],
         kernel_block_sizes: Sequence[int],
-        places: Sequence[tuple[int, int, int, int]],
+        places: Sequence[tuple[int, int, int, int, int]],
         device: torch.device,
     ) -> TableGeometry:
         """Return the geometry of groups whose values are given on the host."""
@@ -101,7 +102,7 @@ class TableGeometry:
             block_sizes=sizes,
             kernel_block_sizes=kernel_sizes,
             places=rows,
-            is_plain=all(place[0] == place[3] == 1 for place in places),
+            is_plain=all(place[0] == place[3] == 1 and not place[4] for place in places),
         )
 
 

@@ -99,7 +99,7 @@ def _map_slots_kernel(
     lengths,  # int32 [G, num_rows]
     block_sizes,  # int64 [G]
     kernel_block_sizes,  # int64 [G]
-    places,  # int64 [G, 4]
+    places,  # int64 [G, 5]
     query_start_loc,  # int32 [num_reqs + 1]
     positions,  # int64 [num_positions]
     slots,  # int64 [G, max_num_tokens]
@@ -127,10 +127,11 @@ def _map_slots_kernel(
     world_size = 1
     row_tokens = 1
     if not IS_PLAIN:
-        world_size = tl.load(places + group * 4).to(tl.int32)
-        rank = tl.load(places + group * 4 + 1).to(tl.int32)
-        interleave = tl.load(places + group * 4 + 2).to(tl.int32)
-        row_tokens = tl.load(places + group * 4 + 3).to(tl.int32)
+        world_size = tl.load(places + group * 5).to(tl.int32)
+        rank = tl.load(places + group * 5 + 1).to(tl.int32)
+        interleave = tl.load(places + group * 5 + 2).to(tl.int32)
+        row_tokens = tl.load(places + group * 5 + 3).to(tl.int32)
+        is_ring = tl.load(places + group * 5 + 4) != 0
     row = _table_row(pointers, widths, group, request)
     length = tl.load(lengths + group * num_rows + request)
     for first in range(begin, end, TILE):
@@ -140,6 +141,8 @@ def _map_slots_kernel(
         # A row's tokens fit into int32, whose divisions are several times faster.
         stored = mask & (position64 >= 0) & (position64 <= 0x7FFFFFFF)
         position = position64.to(tl.int32)
+        if not IS_PLAIN:
+            position = tl.where(is_ring, position % block_size, position)
         offset = position % (block_size * world_size)
         if not IS_PLAIN:
             turn = offset // interleave

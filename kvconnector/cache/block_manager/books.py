@@ -106,6 +106,8 @@ class BlockBooks:
         is_recurrent: bool = False,
         max_step_tokens: int | None = None,
         attention_chunk_size: int | None = None,
+        row_tokens: int = 1,
+        is_ring: bool = False,
         enable_caching: bool = False,
     ) -> None:
         """Make two empty pools: GPU blocks to run in, CPU blocks to swap to.
@@ -122,13 +124,16 @@ class BlockBooks:
                 by step. If None, all slots are taken at once, or with a window in steps that need no more than
                 `sliding_window // block_size + 2` blocks.
             attention_chunk_size: Length in tokens of the chunks to which attention is limited; None for no chunks.
+            row_tokens: Number of tokens that share a row of a compressed cache. A block has whole rows.
+            is_ring: True if a sequence has one block, whose slots its tokens take in turns. Nobody shares it.
             enable_caching: True to reuse blocks by their content.
 
         Raises:
-            ConfigError: a value is out of range.
+            ConfigError: a value is out of range, or two do not go together.
         """
         sizes = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
         limits = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
+        limits["row_tokens"] = row_tokens
         require_at_least(1, ConfigError, **sizes, **limits, max_step_tokens=max_step_tokens)
         require_at_least(0, ConfigError, num_cpu_blocks=num_cpu_blocks)
         if not 0.0 <= watermark < 1.0:
@@ -136,13 +141,31 @@ class BlockBooks:
         self.block_size = block_size
         self.watermark_blocks = int(watermark * num_gpu_blocks)
         self.enable_caching = enable_caching
-        if sum(map(bool, (sliding_window, is_recurrent, attention_chunk_size))) > 1:
-            raise ConfigError("a layer forgets in one way", is_recurrent=is_recurrent, **limits)
+        ways = (sliding_window, is_recurrent, attention_chunk_size, is_ring, row_tokens > 1)
+        if sum(map(bool, ways)) > 1:
+            raise ConfigError(
+                "a layer forgets in one way, and one that compresses keeps every row",
+                is_recurrent=is_recurrent,
+                is_ring=is_ring,
+                **limits,
+            )
+        if block_size % row_tokens:
+            raise ConfigError(
+                "a block has whole rows", block_size=block_size, row_tokens=row_tokens
+            )
+        if is_ring and enable_caching:
+            raise ConfigError("a ring holds no prefix that others could share", is_ring=is_ring)
         window = 2 if is_recurrent else sliding_window
         if window is not None and max_step_tokens is None:
             max_step_tokens = block_size - window % block_size + 1
         self._paging = Paging(
-            block_size, window, is_recurrent, max_step_tokens, attention_chunk_size
+            block_size,
+            window,
+            is_recurrent,
+            max_step_tokens,
+            attention_chunk_size,
+            row_tokens,
+            is_ring,
         )
         self._gpu = BlockAllocator(Device.GPU, num_gpu_blocks)
         self._cpu = BlockAllocator(Device.CPU, num_cpu_blocks)
@@ -191,6 +214,8 @@ class BlockBooks:
         batch. There are none if a window has left the first block.
         """
         tables = [self._tables.on(Device.GPU, seq) for seq in seqs]
+        if self._paging.is_ring:  # its block changes with every token
+            return []
         computed = [
             [] if table.dropped else table.block_ids[: table.num_computed_tokens // self.block_size]
             for table in tables

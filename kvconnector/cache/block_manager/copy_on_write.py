@@ -41,13 +41,13 @@ def require_lookahead(num_lookahead_slots: int) -> None:
 def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
     """Plan slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
     require_lookahead(num_lookahead_slots)
-    block_size = table.paging.block_size
     num_tokens = max(num_tokens, table.num_tokens)
     num_slots = num_tokens + num_lookahead_slots
     end_touched = table.paging.num_blocks(num_slots)
     copied: list[int] = []
     if num_slots > table.num_tokens:
-        touched = range(table.num_tokens // block_size, min(end_touched, table.num_blocks))
+        first_touched = table.paging.block_of(table.num_tokens)
+        touched = range(first_touched, min(end_touched, table.num_blocks))
         indices = (block - len(table.dropped) for block in touched)
         copied = [index for index in indices if table.allocator.is_shared(table.block_ids[index])]
     return AppendPlan(num_tokens, max(0, end_touched - table.num_blocks), copied)

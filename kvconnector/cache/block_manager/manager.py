@@ -138,7 +138,8 @@ class BlockSpaceManager(BlockBooks):
             num_tokens: As in `append_slots`.
 
         Raises:
-            ConfigError: the group has an encoder, and the manager has prefix caching or a sliding window.
+            ConfigError: the group has an encoder, and the manager has prefix caching, a sliding window, a ring or rows
+                of several tokens.
             SequenceError: no sequence is waiting, or the waiting ones have different prompts.
             DoubleAllocationError: a sequence, or the encoder, has blocks already.
             OutOfBlocksError: too few blocks are free, even with the watermark's.
@@ -322,6 +323,9 @@ class BlockSpaceManager(BlockBooks):
             "prefix caching": self.enable_caching,
             # the window is the decoder's alone: cross-attention sees the encoder's whole output
             "a sliding window": self._paging.sliding_window is not None,
+            # the encoder's output has a row for each token, and all of them
+            "a ring": self._paging.is_ring,
+            "rows of several tokens": self._paging.row_tokens > 1,
         }
         for feature, is_enabled in refused.items():
             if group.encoder_seq is not None and is_enabled:

@@ -34,6 +34,10 @@ class Paging:
     """The most tokens that a step computes; None for no limit. With a window or chunks each step takes its slots."""
     attention_chunk_size: int | None = None
     """The length in tokens of the chunks to which attention is limited; None for no chunks."""
+    row_tokens: int = 1
+    """Number of tokens that share a row, which needs room once it has the last of them."""
+    is_ring: bool = False
+    """True if a sequence has one block, whose slots its tokens take in turns."""
 
     @property
     def keeps_all(self) -> bool:
@@ -41,8 +45,14 @@ class Paging:
         return self.sliding_window is None and self.attention_chunk_size is None
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that `num_tokens` tokens span."""
-        return -(-num_tokens // self.block_size)
+        """Return the number of blocks that `num_tokens` tokens span, without those after the last whole row."""
+        if self.is_ring:
+            return min(1, num_tokens)
+        return -(-(num_tokens // self.row_tokens * self.row_tokens) // self.block_size)
+
+    def block_of(self, token: int) -> int:
+        """Return the index of the block that a token is in."""
+        return 0 if self.is_ring else token // self.block_size
 
     def oldest_needed(self, num_computed: int) -> int:
         """Return the first token that the token after `num_computed` tokens sees."""

@@ -15,4 +15,5 @@ from kvconnector.cache.specs.layers import CrossAttentionSpec as CrossAttentionS
 from kvconnector.cache.specs.layers import EncoderOnlyAttentionSpec as EncoderOnlyAttentionSpec
 from kvconnector.cache.specs.layers import FullAttentionSpec as FullAttentionSpec
 from kvconnector.cache.specs.layers import MambaSpec as MambaSpec
+from kvconnector.cache.specs.layers import RingSpec as RingSpec
 from kvconnector.cache.specs.layers import SlidingWindowSpec as SlidingWindowSpec

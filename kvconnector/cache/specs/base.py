@@ -79,7 +79,8 @@ class CacheLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """The cache of one layer. A *page* is its memory for one block of `block_size` tokens.
+    """The cache of one layer. A *page* is its memory for one block of `block_size` tokens, or for their rows if several
+    tokens share one.
 
     Raises:
         CacheSpecError: a field is out of range.

@@ -1,4 +1,4 @@
-"""Cache specs of single layers: all kinds of attention, and recurrent states."""
+"""Cache specs of single layers: all kinds of attention, rings of recent tokens, and recurrent states."""
 
 from __future__ import annotations
 
@@ -18,18 +18,39 @@ def _require_dtypes(*dtypes: DType) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """K and V of `num_kv_heads` heads on this rank, `head_size` elements each; with `use_mla` one latent instead."""
+    """K and V of `num_kv_heads` heads on this rank, `head_size` elements each; with `use_mla` one latent instead.
+
+    A layer that compresses stores one row for `row_tokens` tokens, once it has the last of them. So a page has
+    `block_size / row_tokens` rows, and tokens after the last whole row need no room here.
+    """
 
     num_kv_heads: int
     head_size: int
     dtype: DType
     use_mla: bool = False
+    row_tokens: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = {"num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
-        require_at_least(1, CacheSpecError, **sizes)
+        require_at_least(1, CacheSpecError, **sizes, row_tokens=self.row_tokens)
         _require_dtypes(self.dtype)
+        if self.block_size % self.row_tokens:
+            raise CacheSpecError("a block has whole rows", spec=self)
+        if self.row_tokens > 1 and not self.can_compress:
+            raise CacheSpecError(
+                "a layer that keeps some tokens only has a row for each", spec=self
+            )
+
+    @property
+    def can_compress(self) -> bool:
+        """True if several tokens may share a row."""
+        return False
+
+    @property
+    def rows_per_page(self) -> int:
+        """Number of rows of a page."""
+        return self.block_size // self.row_tokens
 
     @property
     def num_parts(self) -> int:
@@ -38,11 +59,11 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        elements = self.block_size * self.num_kv_heads * self.head_size
+        elements = self.rows_per_page * self.num_kv_heads * self.head_size
         return self.num_parts * elements * self.dtype.item_size_bytes
 
-    def _pages_bytes(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
+    def _pages_bytes(self, num_rows: int) -> int:
+        return ceil_div(num_rows, self.rows_per_page) * self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +87,13 @@ class FullAttentionSpec(AttentionSpec):
         if None not in masks.values():
             raise CacheSpecError("a layer has a sliding window or attention chunks", **masks)
 
+    @property
+    def can_compress(self) -> bool:
+        return True
+
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        tokens = ceil_div(limits.max_model_len, limits.decode_context_parallel_size)
-        return self._pages_bytes(tokens)
+        rows = limits.max_model_len // self.row_tokens
+        return self._pages_bytes(ceil_div(rows, limits.decode_context_parallel_size))
 
     @classmethod
     def merge(cls, specs: Sequence[SpecT]) -> SpecT:
@@ -114,15 +139,15 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A token attends to the last `sliding_window` tokens, itself included."""
+    """A token attends to the last `sliding_window` tokens, itself included. A compressor's state of the tokens that its
+    next row needs is such a window, too, and with `use_mla` so is a window of latents.
+    """
 
     sliding_window: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, CacheSpecError, sliding_window=self.sliding_window)
-        if self.use_mla:
-            raise CacheSpecError("a sliding window over MLA latents is not supported", spec=self)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Return the pages of the window before a step and of the step's tokens.
@@ -144,6 +169,25 @@ class SlidingWindowSpec(AttentionSpec):
     def uniform_kind(self) -> Hashable:
         """Layers with different windows drop blocks at different times."""
         return (super().uniform_kind, self.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(AttentionSpec):
+    """The last `block_size` tokens in one block, which is all that a request has here: the token at position `p` is in
+    row `p % block_size`, and overwrites an older one. So a block serves one request, and no prefix of another.
+    """
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return the bytes of one page, which does not grow.
+
+        Raises:
+            CacheSpecError: context parallelism would spread the ring's tokens over ranks.
+        """
+        if limits.decode_context_parallel_size != 1:
+            raise CacheSpecError(
+                "a ring cannot be spread by decode context parallelism", limits=limits
+            )
+        return self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,9 @@ def geometries(draw):
     """
     found = []
     for _ in range(2):
-        world_size, m = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
+        is_ring = draw(st.sampled_from([False, False, False, True]))
+        world_size = 1 if is_ring else draw(st.integers(1, 3))
+        m = 1 if is_ring else draw(st.sampled_from([1, 1, 2, 4]))
         interleave, rank = (
             m * draw(st.sampled_from([1, 2, 3])),
             draw(st.integers(0, world_size - 1)),
@@ -109,7 +111,11 @@ def geometries(draw):
         place = ContextParallel(world_size=world_size, rank=rank, interleave_tokens=interleave)
         found.append(
             BlockGeometry(
-                block_size=size, kernel_block_size=kernel, context_parallel=place, row_tokens=m
+                block_size=size,
+                kernel_block_size=kernel,
+                context_parallel=place,
+                row_tokens=m,
+                is_ring=is_ring,
             )
         )
     return found
@@ -123,14 +129,20 @@ def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries)
         "max_model_len": 60 * max(each.virtual_block_tokens for each in geometries),
         "context_parallel": [each.context_parallel for each in geometries],
         "row_tokens": [each.row_tokens for each in geometries],
+        "rings": [each.is_ring for each in geometries],
     }
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
     held = [[[], []] for _ in range(MAX_REQS)]
     for changes, batch, step_data in sequence:
-        for row, first, second, overwrite in changes:
+        for row, *added, overwrite in changes:
+            # a ring's row has room for one block
+            old = [[], []] if overwrite else held[row]
+            first, second = (
+                ids[: 1 - len(before)] if each.is_ring else ids
+                for ids, before, each in zip(added, old, geometries, strict=True)
+            )
             tables.append_block_ids(row, [first, second], overwrite=overwrite)
             (host.add_row if overwrite else host.append_row)([first, second], row)
-            old = [[], []] if overwrite else held[row]
             held[row] = [old[0] + first, old[1] + second]
         tables.apply_staged_writes()
         assert gather(tables, batch) == [table.device_tensor()[batch].tolist() for table in host]
@@ -138,7 +150,9 @@ def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries)
         for row in batch:
             reach = min(
                 # the first tokens of a row need no slot, so none of their row's block either
-                len(ids) * each.virtual_block_tokens + each.row_tokens - 1
+                (99 if each.is_ring and ids else len(ids) * each.virtual_block_tokens)
+                + each.row_tokens
+                - 1
                 for ids, each in zip(held[row], geometries, strict=True)
             )
             position = st.integers(0, max(reach - 1, 0))

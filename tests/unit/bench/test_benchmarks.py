@@ -157,7 +157,7 @@ def test_bursts_of_a_mixed_cache_are_moved_whole_and_counted():
     asked = [(16, 1), (16, 3), (64, 1), (64, 3)]
     for case, (page, burst) in zip(cases, asked, strict=True):
         assert case.ours.figures == {"prompt_tokens": 256, "page_tokens": page, "requests": burst}
-        assert case.ours.nbytes == burst * DEEPSEEK_V4_PRO.request_bytes(64)
+        assert case.ours.nbytes == burst * DEEPSEEK_V4_PRO.request_bytes(256)
     with pytest.raises(ConfigError, match="multiples of 128"):
         _run("inferencex", tokens=(100,))
 

@@ -1,6 +1,15 @@
 import pytest
 
-from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, MODELS, EngineShape, ModelShape
+from kvconnector.bench.shapes import (
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V4_PRO,
+    MODELS,
+    EngineShape,
+    ModelShape,
+    compressed_mla,
+    engine_geometry,
+    sparse_mla,
+)
 from kvconnector.bench.sizes import parse_bytes, parse_tokens
 from kvconnector.cli.doctor import _self_test
 from kvconnector.errors import ConfigError
@@ -33,13 +42,45 @@ def test_malformed_sizes_and_shapes_are_refused(parse, texts):
             parse(text)
 
 
-def test_a_mixed_cache_moves_the_tokens_that_each_group_keeps():
-    # 8,192 tokens: one entry for each 4 and each 128 tokens, and a window of 128
-    entries = 30 * 2048 * (576 + 132) + 31 * 64 * 576
-    assert DEEPSEEK_V4_PRO.request_bytes(2048) == entries + 61 * 128 * 576
-    # in pages of 16 tokens
-    shape = EngineShape(block=4)
-    assert shape.first_blocks(DEEPSEEK_V4_PRO, 2048) == [(0, 512), (0, 512), (0, 64), (504, 8)]
+@pytest.mark.parametrize(
+    "model,num_tokens,nbytes",
+    [
+        # vLLM's groups, summed by hand: windows, rows of 4 and of 128 tokens, indexers, and float32 states
+        (DEEPSEEK_V4_PRO, 1_000, 28_275_848),
+        (DEEPSEEK_V4_PRO, 8_192, 67_910_712),
+        (DEEPSEEK_V4_PRO, 65_536, 383_958_584),
+        (DEEPSEEK_V4_FLASH, 1_000, 18_924_068),
+        (DEEPSEEK_V4_FLASH, 8_192, 46_612_876),
+        (DEEPSEEK_V4_FLASH, 65_536, 267_401_612),
+        (MODELS["deepseek-v3.2"], 1_001, 1_000 * 61 * (656 + 132)),
+        (sparse_mla("shared", 8, [0, 4]), 101, 100 * (8 * 656 + 2 * 132)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_mixed_cache_moves_the_rows_that_each_group_keeps(model, num_tokens, nbytes):
+    assert model.request_bytes(num_tokens - 1) == nbytes
+
+
+def test_blocks_have_the_rows_of_their_tokens():
+    groups = engine_geometry(DEEPSEEK_V4_PRO, EngineShape(block=256), "e").ranks[0].groups
+    sizes = {kind.kind: group for kind, group in zip(DEEPSEEK_V4_PRO.groups, groups, strict=True)}
+    assert [(each.block_size, each.row_tokens) for each in sizes.values()] == [
+        *[(256, 1), (64, 4), (2, 128), (64, 4)],
+        *[(256, 1)] * 3,
+    ]
+    assert EngineShape(block=256).first_blocks(DEEPSEEK_V4_PRO, 999) == [
+        *[(3, 1), (0, 4), (0, 4), (0, 4), (3, 1), (3, 1), (3, 1)],
+    ]
+    with pytest.raises(ConfigError, match="whole rows"):
+        engine_geometry(DEEPSEEK_V4_PRO, EngineShape(tp=2, dcp=2, block=256, interleave=64), "e")
+    with pytest.raises(ConfigError, match="by 4 or by 128"):
+        compressed_mla("other", [0, 8])
+
+
+def test_fewer_layers_of_a_mixed_model_are_those_of_its_groups():
+    short = ModelShape.parse("deepseek-v4-flash,layers=2")
+    assert [group.kind for group in short.groups] == ["window"]
+    assert short.request_bytes(999) == 2 * 127 * 584
 
 
 # From the models' public configurations: layers x parts x heads x elements x 2 bytes.

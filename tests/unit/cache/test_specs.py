@@ -14,6 +14,7 @@ from kvconnector.cache.specs import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
+    RingSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     merge_specs,
@@ -39,9 +40,24 @@ ENCODER = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=8, head_size=128,
 MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16, FLOAT32))
 
 
+RING = RingSpec(block_size=8, num_kv_heads=2, head_size=128, dtype=FLOAT32, use_mla=True)
+C4 = FullAttentionSpec(
+    block_size=256, num_kv_heads=1, head_size=584, dtype=DType("uint8"), use_mla=True, row_tokens=4
+)
+C128 = replace(C4, row_tokens=128)
+
+
 @pytest.mark.parametrize(
     "spec,page_size_bytes,max_memory_usage_bytes",
     [
+        # 64 rows of 584 bytes; 250 rows of 1000 tokens are 4 pages
+        pytest.param(C4, 37_376, 149_504, id="rows of 4 tokens"),
+        # 2 rows; 7 rows of 1000 tokens are 4 pages
+        pytest.param(C128, 1168, 4672, id="rows of 128 tokens"),
+        # 16 x 8 x 128 x 2 bytes, in 12 pages as below
+        pytest.param(replace(WINDOW, use_mla=True), 32_768, 393_216, id="window of latents"),
+        # 8 x 2 x 128 x 4 bytes, whatever the length
+        pytest.param(RING, 8192, 8192, id="ring"),
         # 2 parts x 16 tokens x 8 heads x 128 x 2 bytes; ceil(1000 / 16) = 63 pages
         pytest.param(FULL, 65_536, 4_128_768, id="full"),
         # one part of 64 x 576 x 1 byte; ceil(1000 / 64) = 16 pages
@@ -89,7 +105,15 @@ REFUSED = [
     (lambda: replace(FULL, attention_chunk_size=0), "attention_chunk_size"),
     (lambda: replace(WINDOWED, attention_chunk_size=64), "window or attention chunks"),
     (lambda: replace(WINDOW, sliding_window=0), "sliding_window"),
-    (lambda: replace(WINDOW, use_mla=True), "MLA"),
+    (lambda: replace(WINDOW, row_tokens=4), "a row for each"),
+    (lambda: replace(CHUNKED, row_tokens=4), "a row for each"),
+    (lambda: replace(CROSS, row_tokens=4), "a row for each"),
+    (lambda: replace(ENCODER, row_tokens=4), "a row for each"),
+    (lambda: replace(RING, row_tokens=4), "a row for each"),
+    (lambda: replace(MLA, row_tokens=48), "whole rows"),
+    (lambda: replace(MLA, row_tokens=0), "row_tokens=0"),
+    (lambda: RING.max_memory_usage_bytes(SHARED), "decode context parallelism"),
+    (lambda: merge_specs([MLA, replace(MLA, row_tokens=4)]), "cannot be merged"),
     (lambda: replace(CHUNKED, attention_chunk_size=0), "attention_chunk_size"),
     (lambda: replace(MAMBA, shapes=((3, 10),)), "one dtype per state shape"),
     (lambda: replace(MAMBA, shapes=(), dtypes=()), "at least one state"),
@@ -242,3 +266,17 @@ def test_configs_compare_and_copy_by_value():
     assert copied == config
     assert hash(copied) == hash(config)
     assert config != KVCacheConfig.of({"a": FULL, "b": replace(FULL, num_kv_heads=2)}, 3)
+
+
+def test_a_prompt_shorter_than_a_row_needs_no_page_of_it():
+    limits = replace(LIMITS, max_model_len=127)
+    assert C128.max_memory_usage_bytes(limits) == 0
+    assert C4.max_memory_usage_bytes(limits) == C4.page_size_bytes
+    # 7 rows of 1000 tokens on two ranks: 4 on one of them
+    assert C128.max_memory_usage_bytes(SHARED) == 2 * C128.page_size_bytes
+
+
+def test_layers_with_rows_of_unlike_length_share_a_block_table():
+    group = UniformTypeKVCacheSpecs.from_specs({"a": C4, "b": C128})
+    assert group.page_size_bytes == 64 * 584 + 2 * 584
+    assert group.max_memory_usage_bytes(LIMITS) == 4 * group.page_size_bytes
