@@ -93,6 +93,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     is_mla: bool = False
     num_draft_layers: int = 0
     groups: tuple[LayerGroup, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What was not known of the model, and is taken for so, in words."""
 
     def __post_init__(self) -> None:
         most = {"num_layers": MAX_LAYERS, "num_kv_heads": MAX_COUNT, "head_dim": MAX_COUNT}
@@ -176,8 +178,15 @@ def sparse_mla(name: str, num_layers: int, indexed: Iterable[int] | None = None)
         _latents("sparse attention", every, (("latent", 656, 1),)),
         _latents("indexer", every if indexed is None else indexed, INDEX_PLANES),
     )
-    sizes = {"num_layers": num_layers, "num_kv_heads": 1, "head_dim": 656}
-    return ModelShape(name=name, dtype="uint8", is_mla=True, groups=groups, **sizes)
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_dim=656,
+        dtype="uint8",
+        is_mla=True,
+        groups=groups,
+    )
 
 
 def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:

@@ -121,6 +121,7 @@ class Simulation:
         self._held = {f"r{i}": len(cluster.prefill.ranks) for i in range(len(requests))}
         self._errors: dict[str, KVConnectorError] = {}
         self._completion_s: dict[str, float] = {}
+        self._model = cluster.model
         self._shapes = cluster.prefill, cluster.decode
         self.producers: list[list[ProducerRank]] = []
         for i in range(num_producers):
@@ -196,14 +197,20 @@ class Simulation:
             del self._held[request_id]
 
     def _ask(self, name: str, request: Request) -> None:
+        num_tokens = request.num_tokens
         theirs, ours = (
-            (GroupBlocks.of(range(shape.num_blocks(request.num_tokens))),) for shape in self._shapes
+            tuple(
+                GroupBlocks.of(range(number), first)
+                for first, number in shape.first_blocks(self._model, num_tokens)
+            )
+            for shape in self._shapes
         )
+        ranges = tuple((each.start, each.stop) for each in self._model.ranges(range(num_tokens)))
         producer = f"p{request.producer}"
         granted = HoldRequest(name, name, SECRET, theirs, request.num_tokens)
         for rank in self.producers[request.producer]:
             rank.take(granted)
-        asked = LoadRequest(name, ((0, request.num_tokens),), ours, theirs)
+        asked = LoadRequest(name, ranges, ours, theirs)
         for consumer in self.consumers[request.consumer]:
             consumer.take(
                 WantRequest(name, name, SECRET, EngineAddress(EngineId(producer), producer))

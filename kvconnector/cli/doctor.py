@@ -29,7 +29,7 @@ from kvconnector.cli.console import (
     print_json,
 )
 from kvconnector.cli.doctor_rdma import network, rdma_places
-from kvconnector.cli.model_config import named_model
+from kvconnector.cli.model_config import element_type, named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.errors import ConfigError, KVConnectorError
@@ -155,7 +155,9 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
             model=shape.name,
             kinds=[group.kind for group in shape.groups],
         )
-    shape = msgspec.structs.replace(shape, name=name, dtype=dtype or shape.dtype)
+    shape = msgspec.structs.replace(
+        shape, name=name, dtype=element_type(dtype) if dtype else shape.dtype
+    )
     return engine_geometry(shape, EngineShape.parse(decode), "here")
 
 

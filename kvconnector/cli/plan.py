@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
+from kvconnector.bench.shapes import MODELS, EngineShape, LayerGroup, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_bytes
 from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli.console import (
@@ -22,7 +22,7 @@ from kvconnector.cli.console import (
     print_json,
     terminal,
 )
-from kvconnector.cli.model_config import named_model
+from kvconnector.cli.model_config import element_type, named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
 from kvconnector.planning import SourceRead, plan_transfer
@@ -124,7 +124,9 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 @click.option("--layers", "num_layers", type=int, help="Layers of the model.")
 @click.option("--kv-heads", "num_kv_heads", type=int, help="KV heads of the model.")
 @click.option("--head-dim", type=int, help="Elements of one head; of the latent with --mla.")
-@click.option("--dtype", help="Element type, named as torch does.")
+@click.option(
+    "--dtype", type=element_type, metavar="TYPE", help="Element type, named as torch does."
+)
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
 @click.option("--tokens", type=int, default=2000, help="Tokens to load.")
 @click.option("--start", type=int, default=0, help="First token to load, after a local hit.")
@@ -203,7 +205,7 @@ def build_report(
     first = TpKVTopology(consumer, decode.ranks[0])
     first.check_compatible(producer)
     ranges = model.ranges(tokens)
-    kinds = [group.kind for group in model.layer_groups]
+    groups = model.layer_groups
     reads: list[ReadRow] = []
     released, connections = {}, 0
     for rank in decode.ranks:
@@ -214,7 +216,7 @@ def build_report(
         planned = plan_transfer(topology, producer, ranges, chunk_bytes=chunk_bytes)
         name = str(rank)
         for read in planned:
-            reads += _rows(name, read, ranges, kinds)
+            reads += _rows(name, read, ranges, groups)
         released[name] = [str(each) for each in topology.holders(producer)]
     producers = _rank_rows(producer, reads, "producer")
     consumers = _rank_rows(consumer, reads, "consumer")
@@ -278,12 +280,12 @@ def _is_state(part: PartGeometry) -> bool:
 
 
 def _rows(
-    consumer: str, read: SourceRead, ranges: Sequence[range], kinds: Sequence[str]
+    consumer: str, read: SourceRead, ranges: Sequence[range], groups: Sequence[LayerGroup]
 ) -> Iterator[ReadRow]:
     """Yield a row for each cache group that is read."""
     group_of = np.array([segment.group for segment in read.segments])
     of_chunk, nbytes = group_of[read.chunks["segment"]], read.chunk_nbytes
-    for index, (tokens, kind) in enumerate(zip(ranges, kinds, strict=True)):
+    for index, (tokens, group) in enumerate(zip(ranges, groups, strict=True)):
         own = nbytes[of_chunk == index]
         if not own.size:
             continue
@@ -299,8 +301,8 @@ def _rows(
             chunks=len(own),
             largest_chunk_bytes=int(own.max()),
             bytes=int(own.sum()),
-            kind=kind,
-            is_latent=segments[0].num_parts == 1 and not kind.endswith("state"),
+            kind=group.kind,
+            is_latent=group.parts[0][0].startswith(("latent", "index")),
         )
 
 
@@ -325,6 +327,8 @@ def _print(report: PlanReport) -> None:
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
         f" prefill {report.prefill}, decode {report.decode}"
     )
+    for each in model.assumptions:
+        console.print(f"assumed: {each}")
     engines = " and ".join(report.comparison.replicated)
     replicated = f"; replicated in {engines}" if engines else ""
     console.print(f"decode over prefill: {report.summary}{replicated}")

@@ -27,6 +27,7 @@ from kvconnector.cli.console import (
     progress_bar,
     terminal,
 )
+from kvconnector.cli.model_config import named_model
 from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
 
@@ -59,10 +60,10 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 @click.option("--decode", **SHAPE, default="tp=2", help="Consumers' shape.")
 @click.option(
     "--model",
-    type=ModelShape.parse,
+    type=named_model,
     metavar="MODEL",
     default="llama-3.1-70b",
-    help=", ".join(MODELS),
+    help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.",
 )
 @click.option("--rate", type=FiniteRange(1e-6), default=1.0, help="Requests/s of a decode engine.")
 @click.option("--seconds", type=FiniteRange(1e-6), default=20.0, help="How long requests come.")

@@ -118,6 +118,211 @@ MISTRAL_7B = {
     "sliding_window": 4096,
 }
 QWEN_2 = {**MISTRAL_7B, "model_type": "qwen2", "max_window_layers": 28}
+GEMMA_4 = {  # as published: layers that keep everything have heads of their own
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size": 2816,
+        "sliding_window": 1024,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "num_kv_shared_layers": 0,
+    },
+}
+GEMMA_3N = {  # the last 15 layers read the cache of others
+    "model_type": "gemma3n",
+    "text_config": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "num_kv_shared_layers": 15,
+        "sliding_window": 512,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "laurel_rank": 64,
+    },
+}
+STEP_3 = {
+    "model_type": "step3_vl",
+    "text_config": {
+        "model_type": "step3_text",
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_attention_groups": 1,
+        "head_dim": 256,
+        "hidden_size": 7168,
+        "share_q_dim": 2048,
+    },
+}
+GLM_4_9B = {
+    "model_type": "chatglm",
+    "num_layers": 40,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "hidden_size": 4096,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "attention_softmax_in_fp32": True,
+}
+FALCON_7B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "hidden_size": 4544,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+}
+FALCON_40B = {
+    **FALCON_7B,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "hidden_size": 8192,
+    "num_kv_heads": 8,
+    "new_decoder_architecture": True,
+}
+STARCODER = {
+    "model_type": "gpt_bigcode",
+    "n_layer": 40,
+    "n_head": 48,
+    "n_embd": 6144,
+    "multi_query": True,
+    "attention_softmax_in_fp32": True,
+}
+LONGCAT_FLASH = {  # each layer attends twice
+    "model_type": "longcat_flash",
+    "num_layers": 28,
+    "num_attention_heads": 64,
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "attention_method": "MLA",
+}
+NEMOTRON_NAS = {
+    "model_type": "nemotron-nas",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": None,
+    "hidden_size": 8192,
+    "block_configs": [
+        {"attention": {"n_heads_in_group": 8, "no_op": False, "replace_with_linear": False}},
+        {"attention": {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}},
+        {"attention": {"n_heads_in_group": None, "no_op": False, "replace_with_linear": True}},
+        {"attention": {"n_heads_in_group": 16, "no_op": False, "replace_with_linear": False}},
+    ],
+}
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "attn_type_list": [1] * 62,
+    "num_mtp_modules": 3,
+}
+MINIMAX_M1 = {
+    "model_type": "minimax_m1",
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "attn_type_list": ([0] * 7 + [1]) * 10,
+    "layernorm_linear_attention_alpha": 3.5,
+}
+MINIMAX_M3 = {
+    "model_type": "minimax_m3_vl",
+    "text_config": {
+        "model_type": "minimax_m3_text",
+        "num_hidden_layers": 60,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "hidden_size": 6144,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": 128,
+            "sparse_num_index_heads": 4,
+            "sparse_topk_blocks": 16,
+            "sparse_block_size": 128,
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+        },
+    },
+}
+FALCON_H1 = {  # every layer has both
+    "model_type": "falcon_h1",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 1024,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 128,
+    "key_multiplier": 0.3,
+}
+KIMI_LINEAR = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_size": 2304,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [each for each in range(1, 27) if each % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+LFM_2 = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 2048,
+    "conv_L_cache": 3,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+}
+QWEN_35 = {
+    **{name: value for name, value in QWEN3_NEXT.items() if name != "full_attention_interval"},
+    "model_type": "qwen3_5_moe_text",
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "attn_output_gate": True,
+    "mtp_num_hidden_layers": 1,
+}
+GLM_52 = {  # three layers in four share another's choice
+    **DEEPSEEK_V32,
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 78,
+    "index_n_heads": 32,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+}
 
 
 def kv(layers, tokens, heads, dim):
@@ -142,7 +347,7 @@ EXPECTED: list[tuple[dict, dict]] = [
         NEMOTRON_H,
         {
             "full attention": ([7, 18, 29, 40], kv(4, TOKENS, 8, 128)),
-            "Mamba state": (None, 24 * ((8192 + 2 * 8 * 128) * 3 + 128 * 64 * 128) * 2),
+            "Mamba state": (None, 24 * ((8192 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4)),
         },
     ),
     (
@@ -191,6 +396,89 @@ EXPECTED: list[tuple[dict, dict]] = [
             "window of 128": (list(range(0, 36, 2)), kv(18, 127, 8, 64)),
         },
     ),
+    (
+        GEMMA_4,
+        {
+            "full attention": (list(range(5, 30, 6)), kv(5, TOKENS, 2, 512)),
+            "window of 1024": (None, kv(25, 1023, 8, 256)),
+        },
+    ),
+    (
+        GEMMA_3N,
+        {
+            "full attention": ([4, 9, 14, 19], kv(4, TOKENS, 2, 256)),
+            "window of 512": (None, kv(16, 511, 2, 256)),
+        },
+    ),
+    (STEP_3, {"": (list(range(61)), kv(61, TOKENS, 1, 256))}),
+    (GLM_4_9B, {"": (list(range(40)), kv(40, TOKENS, 2, 128))}),
+    (FALCON_7B, {"": (list(range(32)), kv(32, TOKENS, 1, 64))}),
+    (FALCON_40B, {"": (list(range(60)), kv(60, TOKENS, 8, 64))}),
+    (STARCODER, {"": (list(range(40)), kv(40, TOKENS, 1, 128))}),
+    (LONGCAT_FLASH, {"": (list(range(56)), 56 * TOKENS * 576 * 2)}),
+    (
+        NEMOTRON_NAS,
+        {
+            "full attention, 8 heads": ([0], kv(1, TOKENS, 8, 128)),
+            "full attention, 4 heads": ([3], kv(1, TOKENS, 4, 128)),
+        },
+    ),
+    (MINIMAX_M2, {"": (list(range(62)), kv(62, TOKENS, 8, 128))}),
+    (
+        MINIMAX_M1,
+        {
+            "full attention": (list(range(7, 80, 8)), kv(10, TOKENS, 8, 128)),
+            "lightning attention state": (None, 70 * 64 * 128 * 128 * 2),
+        },
+    ),
+    (
+        MINIMAX_M3,
+        {
+            "full attention": (list(range(60)), kv(60, TOKENS, 4, 128)),
+            "indexer": (list(range(3, 60)), 57 * TOKENS * 128 * 2),
+        },
+    ),
+    (
+        FALCON_H1,
+        {
+            "full attention": (list(range(36)), kv(36, TOKENS, 2, 64)),
+            "Mamba state": (list(range(36)), 36 * ((1536 + 2 * 128) * 3 + 24 * 64 * 128) * 2),
+        },
+    ),
+    (
+        KIMI_LINEAR,
+        {
+            "full attention": ([3, 7, 11, 15, 19, 23, 26], 7 * TOKENS * 576 * 2),
+            "Kimi delta attention state": (
+                None,
+                20 * (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4),
+            ),
+        },
+    ),
+    (
+        LFM_2,
+        {
+            "full attention": ([2, 5, 8, 10, 12, 14], kv(6, TOKENS, 8, 64)),
+            "short convolution state": (None, 10 * 2048 * 2 * 2),
+        },
+    ),
+    (
+        QWEN_35,
+        {
+            "full attention": (list(range(3, 48, 4)), kv(12, TOKENS, 2, 256)),
+            "gated delta net state": (
+                None,
+                36 * ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 4),
+            ),
+        },
+    ),
+    (
+        GLM_52,
+        {
+            "full attention": (list(range(78)), 78 * TOKENS * 576 * 2),
+            "indexer": ([0, 1, 2, *range(6, 78, 4)], 21 * TOKENS * 132),
+        },
+    ),
     (MISTRAL_7B, {"window of 4096": (list(range(32)), kv(32, 4095, 8, 128))}),
     ({**QWEN_2, "use_sliding_window": False}, {"": (list(range(32)), kv(32, TOKENS, 8, 128))}),
     (
@@ -216,9 +504,7 @@ def planned(capsys, tmp_path, config, *arguments):
     EXPECTED,
     ids=[f"{number}-{config['model_type']}" for number, (config, _) in enumerate(EXPECTED)],
 )
-@pytest.mark.parametrize(
-    "cut", [(), ("--prefill", "tp=4,block=32", "--decode", "tp=2,pp=2,layout=HND")]
-)
+@pytest.mark.parametrize("cut", [(), ("--prefill", "tp=4,block=32", "--decode", "pp=2,layout=HND")])
 def test_each_kind_of_layer_is_planned_by_its_retention(capsys, tmp_path, config, expected, cut):
     report = json.loads(planned(capsys, tmp_path, config, *cut, "--json"))
     found = {}
@@ -263,3 +549,128 @@ def test_a_model_of_several_kinds_is_planned_whole_or_refused(capsys, tmp_path):
     stripes = {row["kind"]: row["stripes"] for row in report["reads"]}
     assert stripes["Mamba state"] == [[0, 1, 1]]
     assert stripes["full attention"] != [[0, 1, 1]]
+
+
+DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "hidden_size": 7168,
+    "q_lora_rank": 1536,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 1024,
+    "compress_rope_theta": 160000,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": [128, *[128, 4] * 30, 0],  # the last one is the draft's
+}
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+@pytest.mark.parametrize("tokens, nbytes", [(999, 28_275_848), (8191, 67_910_712)])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_compressed_rows_windows_and_states_are_planned_to_the_byte(
+    capsys, tmp_path, tokens, nbytes, is_saved
+):
+    """Of all tokens but the last one, which the decode engine computes."""
+    config = dict(DEEPSEEK_V4)
+    if is_saved:  # by transformers, with names for ratios
+        names = {ratio: name for name, ratio in RATES.items()}
+        config["layer_types"] = [names[each] for each in config.pop("compress_ratios")[:61]]
+        config["compress_rates"] = RATES
+    report = json.loads(planned(capsys, tmp_path, config, "--tokens", str(tokens), "--json"))
+    assert report["total_bytes"] == nbytes
+
+
+def test_compressed_latents_of_other_sizes_are_refused(capsys, tmp_path):
+    assert "other sizes" in refusal(capsys, tmp_path, {**DEEPSEEK_V4, "head_dim": 256})
+    assert "names every layer" in refusal(capsys, tmp_path, {**DEEPSEEK_V4, "compress_ratios": [4]})
+    unknown = {**DEEPSEEK_V4, "compress_ratios": [16] * 61}
+    assert "unknown=[16]" in refusal(capsys, tmp_path, unknown)
+
+
+def refusal(capsys, tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--model", str(path)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("num_memory_blocks_kv", 4),
+        ("attn_layer_every", 2),
+        ("cross_layer_kv_sharing", True),
+        ("compress_ratios", [0, 128, 4]),
+        ("kv_groups_by_layer", [2, 8]),
+        ("ssm_heads", 8),
+        ("swa_num_key_value_heads", 4),
+        ("local_window_size", 64),
+        ("index_share_for_mtp_iteration", True),
+        ("per_layer_config", {"0": {"sliding_window": 3}}),
+    ],
+)
+def test_a_field_of_attention_that_nobody_has_read_is_refused_by_name(
+    capsys, tmp_path, field, value
+):
+    assert field in refusal(capsys, tmp_path, {**MISTRAL_7B, field: value})
+    # one that says nothing changes nothing
+    planned(capsys, tmp_path, {**MISTRAL_7B, field: None})
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({**LFM_2, "full_attn_idxs": 3}, "full_attn_idxs=3"),
+        ({**MINIMAX_M1, "attn_type_list": [2] * 80}, "attn_type_list has a 0 or a 1"),
+        ({**MINIMAX_M2, "attn_type_list": [1]}, "attn_type_list has a 0 or a 1"),
+        ({**NEMOTRON_NAS, "num_hidden_layers": 5}, "block_configs names every layer"),
+        ({**NEMOTRON_NAS, "block_configs": [{"mixer": 1}] * 4}, "has no attention"),
+        ({**GLM_52, "index_topk_pattern": "FX" * 39}, "named as full and shared"),
+        ({**MISTRAL_7B, "sliding_window_pattern": "LXG"}, "sliding_window_pattern"),
+        ({**MISTRAL_7B, "model_type": "minicpm3"}, "minicpm3 is not known"),
+        ({**MISTRAL_7B, "num_attention_heads": 30}, "no multiple of the heads"),
+        (
+            {**KIMI_LINEAR, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}},
+            "does not name each layer once",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_field(capsys, tmp_path, config, words):
+    assert words in refusal(capsys, tmp_path, config)
+
+
+def test_an_assumed_number_of_kv_heads_is_printed(capsys, tmp_path):
+    config = {name: value for name, value in MISTRAL_7B.items() if "key_value" not in name}
+    words = "no number of KV heads is given: each of the 32 attention heads has its own K and V"
+    assert f"assumed: {words}" in planned(capsys, tmp_path, config)
+    assert json.loads(planned(capsys, tmp_path, config, "--json"))["model"]["assumptions"] == [
+        words
+    ]
+    assert "assumed" not in planned(capsys, tmp_path, MISTRAL_7B)
+
+
+def test_infinity_in_a_published_configuration_is_no_fault(capsys, tmp_path):
+    planned(capsys, tmp_path, {**FALCON_H1, "time_step_limit": [0.0, float("inf")]})
+
+
+def test_layers_that_transformers_saved_with_sizes_of_their_own_are_read(capsys, tmp_path):
+    own = {str(layer): {"head_dim": 64, "num_key_value_heads": 2} for layer in (3, 7)}
+    report = json.loads(
+        planned(
+            capsys, tmp_path, {**QWEN_2, "sliding_window": None, "per_layer_config": own}, "--json"
+        )
+    )
+    assert report["total_bytes"] == kv(30, TOKENS, 8, 128) + kv(2, TOKENS, 2, 64)
+
+
+def test_values_of_another_size_than_keys_are_counted(capsys, tmp_path):
+    config = {**QWEN_2, "sliding_window": None, "v_head_dim": 64}
+    report = json.loads(planned(capsys, tmp_path, config, "--json"))
+    assert report["total_bytes"] == kv(32, TOKENS, 8, 128) * 3 // 4

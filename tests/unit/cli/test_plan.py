@@ -53,7 +53,7 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
         ({}, "num_hidden_layers"),
         ([], "JSON object"),
         ({**LLAMA_70B, "layer_types": ["linear_attention"] * 80}, "linear_key_head_dim"),
-        ({**LLAMA_70B, "layer_types": ["conv", "full_attention"] * 40}, "unknown=['conv']"),
+        ({**LLAMA_70B, "layer_types": ["rwkv", "full_attention"] * 40}, "unknown=['rwkv']"),
         ({**LLAMA_70B, "layer_types": ["full_attention"] * 79}, "named=79, layers=80"),
         ({**LLAMA_70B, "mamba_d_state": 16}, "fields=['mamba_d_state']"),
         ({**DEEPSEEK, "index_topk": 2048}, "index_head_dim"),
@@ -210,3 +210,17 @@ def test_a_model_s_name_with_brackets_is_shown_as_it_is(capsys, tmp_path):
     path = written(tmp_path, {**LLAMA_70B, "model_type": "[/llama]"})
     assert main(["plan", "--model", str(path)]) == 0
     assert capsys.readouterr().out.startswith("[/llama]: 80 layers")
+
+
+@pytest.mark.parametrize(
+    "short, name",
+    [("fp8", "float8_e4m3fn"), ("bf16", "bfloat16"), ("FP16", "float16"), ("flaot32", "float32")],
+)
+def test_a_short_name_of_an_element_type_is_refused_with_the_whole_one(capsys, short, name):
+    assert main(["plan", "--dtype", short]) == 2
+    assert f"did you mean '{name}'" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_refused_with_what_to_give_instead(capsys):
+    assert main(["plan", "--model", "meta-llama/Llama-3.1-8B"]) == 2
+    assert "give the path of a model's config.json" in capsys.readouterr().err

@@ -47,3 +47,52 @@ def test_a_table_and_a_picture_are_written(capsys, tmp_path):
 def test_impossible_simulations_are_refused(capsys, arguments, words):
     assert main(["simulate", *QUICK, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_configuration_file_s_kinds_of_layers_are_simulated(capsys, tmp_path):
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    report = simulated(capsys, "--engines", "2", "--model", str(path))
+    assert [group["keeps"] for group in report["model"]["groups"]] == ["all", "window"]
+    (row,) = report["rows"]
+    assert row["succeeded"] == row["released"] == row["requests"]
+    # windows move less than whole prompts, and take less time
+    config["layer_types"] = ["full_attention"] * 2
+    path.write_text(json.dumps(config))
+    (whole,) = simulated(capsys, "--engines", "2", "--model", str(path))["rows"]
+    assert row["p50_ms"] < whole["p50_ms"]
+
+
+def test_requests_arrive_at_the_rate_that_is_asked_for(capsys):
+    """At `--rate` of each decode engine, so twice as many with twice the engines, the rate or the time."""
+
+    def requests(*arguments):
+        return [row["requests"] for row in simulated(capsys, "--tokens", "16", *arguments)["rows"]]
+
+    few, many = requests("--engines", "4,16", "--rate", "20")
+    assert 50 < few < 110  # 2 engines, 20 a second, 2 seconds: 80
+    assert 260 < many < 380  # 320
+    assert 110 < requests("--engines", "4", "--rate", "40")[0] < 210  # 160
+
+
+def test_the_99th_percentile_takes_a_hundred_requests(capsys):
+    few, many = (
+        simulated(capsys, "--engines", "4", "--rate", rate)["rows"][0] for rate in ("10", "40")
+    )
+    assert few["requests"] < 100 < many["requests"]
+    assert few["p99_ms"] is None
+    assert few["p50_ms"] < many["p99_ms"]
+
+
+def test_a_simulation_of_too_many_requests_is_refused_at_once(capsys):
+    assert main(["simulate", "--rate", "1e300"]) == 2
+    assert "at most 10000000 requests" in capsys.readouterr().err
