@@ -143,7 +143,7 @@ class Driver:
         self._outbox = outbox
         self._context = context
         self._inbox: deque[PostedStep] = deque()
-        self._ends_when_filled = False
+        self._stop_after_report = False
         self._late_at = 0.0
         self._is_ticking = False
 
@@ -169,11 +169,11 @@ class Driver:
         mark = self._context.make_mark() if self._context is not None and blocks else None
         self._inbox.append((orders, blocks, mark))
 
-    def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
-        """Wait at most `timeout_s` for work, and do it. With `ends_when_filled`, for an engine's thread, it leaves the
+    def turn(self, timeout_s: float, *, stop_after_report: bool = False) -> None:
+        """Wait at most `timeout_s` for work, and do it. With `stop_after_report`, for an engine's thread, it leaves the
         rest for the next turn as soon as it has reported something to the engine.
         """
-        self._ends_when_filled = ends_when_filled
+        self._stop_after_report = stop_after_report
         self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
@@ -188,7 +188,7 @@ class Driver:
             limit_s: The most seconds for which to handle events.
             orders_only: Handle only the engine's orders and their consequences.
         """
-        self._ends_when_filled = True
+        self._stop_after_report = True
         self._late_at = self.clock() + limit_s
         if orders_only:
             self._take_orders()
@@ -244,8 +244,8 @@ class Driver:
         """Handle queued events and their consequences, until nothing moves or the time is over, and send the sessions'
         messages. If `ticks`, deadlines that have passed count, too.
 
-        Returns False if the caller must stop: inline, before an event that takes long; with `ends_when_filled`, after a
-        report to the engine.
+        Returns False if the caller must stop: inline, before an event that takes long; with `stop_after_report`, after
+        a report to the engine.
         """
         events, num_reports = self._events, self._outbox.num_reports
         for _ in range(MAX_ROUNDS):
@@ -255,7 +255,7 @@ class Driver:
                     return False
                 had_unsent = bool(self.links.with_unsent)
                 self._handle(events.popleft(), now)
-                if self._ends_when_filled and self._outbox.num_reports > num_reports:
+                if self._stop_after_report and self._outbox.num_reports > num_reports:
                     if not events:
                         # the loop reports an ending only once, so queue it for the driver's thread
                         self.datapath.step()

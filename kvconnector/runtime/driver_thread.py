@@ -244,7 +244,7 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
-            driver.turn(left_s, ends_when_filled=True)
+            driver.turn(left_s, stop_after_report=True)
 
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Let the caller drive in place of the driver's thread. Returns False if that did not stop driving within

@@ -146,15 +146,15 @@ class ConsumerSession:
             return
         if load.state is LoadState.FOLLOWING:
             self._advance(load, now)
-        elif load.asked is None:  # a growing prompt does not mean that the chunks of a read arrive
+        elif load.order is None:  # a growing prompt does not mean that the chunks of a read arrive
             self._give_until(load, now + self._progress_timeout_s)
             if load.should_notify(event.link.number, is_streamed=self._stream):
                 self._notify_prefill_started(load)
 
     def _notify_prefill_started(self, load: Load) -> None:
         """Report once that the engine may ask for the load."""
-        is_first = load.asked is None and not load.has_begun
-        load.has_begun = True
+        is_first = load.order is None and not load.producer_started
+        load.producer_started = True
         if is_first:
             self._engine.begun(load.request_id)
 
@@ -168,7 +168,7 @@ class ConsumerSession:
             self._close(load, error, now)
             return
         self._asked[load.request_id] = load
-        load.engine.loads.depending[load] = None
+        load.engine.loads.fail_on_loss[load] = None
         if load.engine.is_ready:
             self._advance(load, now)
             return
@@ -282,7 +282,7 @@ class ConsumerSession:
     def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> None:
         """Begin the loads that wait for an engine that is ready, or fail those that depend on one that is lost."""
         engine = event.engine
-        self._backlog.append((event, iter([*engine.loads.depending])))
+        self._backlog.append((event, iter([*engine.loads.fail_on_loss])))
         if isinstance(event, ev.EngineReady):
             limits = [worker.max_chunk_bytes for worker in engine.workers.values()]
             engine.chunk_bytes = min([self._chunk_bytes, *filter(None, limits)])
@@ -312,7 +312,7 @@ class ConsumerSession:
                 self._backlog.popleft()
                 continue
             left -= 1
-            if load in load.engine.loads.turns:  # otherwise it ended in the meantime
+            if load in load.engine.loads.heartbeat_queue:  # otherwise it ended in the meantime
                 guarded(
                     partial(self._end_load, load, now), self._engine_changed_for, load, event, now
                 )
@@ -368,7 +368,7 @@ class ConsumerSession:
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> None:
         """Give up a load whose deadline has passed."""
         engine = load.engine
-        if load.asked is None and engine.is_ready and not engine.workers:
+        if load.order is None and engine.is_ready and not engine.workers:
             load.deadline = NEVER  # no producer rank has anything for this one, or reports to it
             return
         is_moving = any(read.is_asked or read.row >= 0 for read in load.reads.values())
@@ -388,12 +388,12 @@ class ConsumerSession:
         load.deadline = NEVER
         self._agenda.forget(load)
         load.engine.loads.remove(load)
-        if load.asked is None:
+        if load.order is None:
             self._notify_prefill_started(load)
             return
         if not isinstance(error, PeerLostError):
             # an engine that took its blocks back may have filled them anew before its worker ended the lease
-            load.forget_reads(load.asked)
+            load.forget_reads(load.order)
         for read in load.reads.values():
             self._reads.stop(read, now)
         if load.reads:
@@ -404,7 +404,7 @@ class ConsumerSession:
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> None:
         """End a load: report it to the engine, if the engine asked for it, and then to the producer's ranks."""
         ending = load.end(error)
-        if load.asked is not None:
+        if load.order is not None:
             self._engine.finish_load(load, error)
         load.is_reported = True
         self._forget(load)
@@ -444,10 +444,10 @@ class ConsumerSession:
     ) -> None:
         load = self._loads.get(order.request_id)
         if load is not None:
-            if isinstance(order, LoadRequest) and load.asked is None:
-                load.asked = order
+            if isinstance(order, LoadRequest) and load.order is None:
+                load.order = order
             self._end_load(load, now, error)
-            if isinstance(order, DropRequest) and load.asked is None:  # nobody will ask for it
+            if isinstance(order, DropRequest) and load.order is None:  # nobody will ask for it
                 self._forget(load)
                 load.is_reported = True
                 self._engines.end_transfer(load.engine.name, load.abort(), now)
@@ -490,8 +490,8 @@ class ConsumerSession:
         load.engine.loads.remove(load)
         for read in [*load.reads.values()]:
             self._stop_or_lose(read, now)
-        if load.asked is None:
-            load.has_begun = True
+        if load.order is None:
+            load.producer_started = True
             if load.is_followed:
                 self._engine.begun(load.request_id)
         elif load.reads:

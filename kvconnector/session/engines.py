@@ -287,7 +287,9 @@ class RemoteEngines:
         self._leave_queue(engine)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
-        engine.loads.num_unnamed = len(engine.loads.turns)  # the engine knows none of them yet
+        engine.loads.num_due_now = len(
+            engine.loads.heartbeat_queue
+        )  # the engine knows none of them yet
         self._send_endings(engine)
         self._on_change(ev.EngineReady(engine), now)
 
@@ -298,11 +300,11 @@ class RemoteEngines:
     def _due(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         engine.accept(event, now)
         if engine.state is EngineState.BACKOFF:
-            if engine.loads.turns:
+            if engine.loads.heartbeat_queue:
                 self._begin(engine, now)
             else:
                 self._forget(engine)
-        elif engine.state is EngineState.QUEUED and not engine.loads.turns:
+        elif engine.state is EngineState.QUEUED and not engine.loads.heartbeat_queue:
             self._forget(engine)
         elif engine in self._strangers and engine.state is EngineState.QUEUED:
             self._resolve(engine, now)
@@ -313,7 +315,7 @@ class RemoteEngines:
         else:
             self._send_endings(engine)
             idle_at = max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
-            if now >= idle_at and not (engine.loads.turns or engine.reads):
+            if now >= idle_at and not (engine.loads.heartbeat_queue or engine.reads):
                 self._forget(engine)
             else:
                 self._heartbeats(engine, now)
@@ -344,11 +346,11 @@ class RemoteEngines:
     def _heartbeats(self, engine: RemoteEngine, now: float) -> None:
         """Send a heartbeat with the next transfers to all workers. New ones are named at once, the others in turn."""
         loads = engine.loads
-        limit = min(m.MAX_NAMED, loads.num_unnamed)
+        limit = min(m.MAX_NAMED, loads.num_due_now)
         if engine.heartbeat_at <= now:
             limit = m.MAX_NAMED
             interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
-            num_heartbeats = ceil(len(loads.turns) / m.MAX_NAMED)
+            num_heartbeats = ceil(len(loads.heartbeat_queue) / m.MAX_NAMED)
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
             return

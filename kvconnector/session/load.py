@@ -112,11 +112,11 @@ class Piece(NamedTuple):
 class Load(Tracked[LoadState]):
     """A request's transfer, the engine's order, and its unfinished reads.
 
-    `left[group]` are the tokens, or rows, that no read covers yet; of `begun` only some layers are covered. The first
-    `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report of each producer
-    worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the prompt, and the
-    engine asks for the load once it `has_begun`. It is given up at `deadline`, unless it makes progress before. Once
-    `is_reported` the engine knows its end.
+    `unread_tokens[group]` are the tokens, or rows, that no read covers yet; of `partial_piece` only some layers are
+    covered. The first `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report
+    of each producer worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the
+    prompt, and once `producer_started` the engine may ask for the load, by its `order`. It is given up at `deadline`,
+    unless it makes progress before. Once `is_reported` the engine knows its end.
     """
 
     def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
@@ -125,11 +125,11 @@ class Load(Tracked[LoadState]):
         self.engine = engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
-        self.has_begun = False
-        self.asked: LoadRequest | None = None
-        self.left: tuple[range, ...] = ()
+        self.producer_started = False
+        self.order: LoadRequest | None = None
+        self.unread_tokens: tuple[range, ...] = ()
         self.filled_tokens: int | None = None
-        self.begun: Piece | None = None
+        self.partial_piece: Piece | None = None
         self.progress: dict[int, m.Progress] = {}
         self.extra = b""
         self.reads: dict[int, RankRead] = {}
@@ -139,7 +139,11 @@ class Load(Tracked[LoadState]):
         self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
 
     def __repr__(self) -> str:
-        left = "" if self.asked is None else f", left {[(r.start, r.stop) for r in self.left]}"
+        left = (
+            ""
+            if self.order is None
+            else f", left {[(r.start, r.stop) for r in self.unread_tokens]}"
+        )
         return (
             f"<Load {self.request_id} of {self.key.transfer_id} at {self.engine.name.engine_id}:"
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
@@ -186,24 +190,27 @@ class Load(Tracked[LoadState]):
             RemoteProtocolError: the producer has another number of cache groups than the load names blocks of.
         """
         num_groups = self.engine.num_groups
-        self.left = tuple(
+        self.unread_tokens = tuple(
             # an optional group that the producer lacks has nothing to load
-            [tokens if group < num_groups else _NO_RANGE for group, tokens in enumerate(self.left)]
+            [
+                tokens if group < num_groups else _NO_RANGE
+                for group, tokens in enumerate(self.unread_tokens)
+            ]
         )
         if not self.is_followed:
-            named = 0 if self.asked is None else len(self.asked.remote_blocks)
-            if any(self.left) and named != num_groups:
+            named = 0 if self.order is None else len(self.order.remote_blocks)
+            if any(self.unread_tokens) and named != num_groups:
                 raise RemoteProtocolError(
                     "a load names blocks of another number of cache groups than its producer has",
                     request=self.request_id,
                     named=named,
                     groups=num_groups,
                 )
-            planned = plan_reads(routes, self.left, chunk_bytes=chunk_bytes)
-            self.left = ()
+            planned = plan_reads(routes, self.unread_tokens, chunk_bytes=chunk_bytes)
+            self.unread_tokens = ()
             return planned
         if not sources:  # no producer rank has anything for this one
-            self.left = ()
+            self.unread_tokens = ()
             return ()
         reads: tuple[SourceRead, ...] = ()
         while any((piece := self._ready(sources)).token_ranges):
@@ -214,20 +221,22 @@ class Load(Tracked[LoadState]):
             total_bytes = sum(read.total_bytes for read in planned)
             if not is_last and total_bytes < MIN_PIECE_BYTES * max(1, len(planned)):
                 break  # more layers are still to come, or all of them
-            self.left = tuple(
+            self.unread_tokens = tuple(
                 range(taken.stop, tokens.stop)
-                for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
+                for taken, tokens in zip(piece.token_ranges, self.unread_tokens, strict=True)
             )
-            self.begun = None if is_last else piece
+            self.partial_piece = None if is_last else piece
             reads += planned
         return reads
 
     def _ready(self, sources: Collection[int]) -> Piece:
-        """Return the next piece: more layers of `begun`, tokens in all layers, or first layers of the newest step."""
+        """Return the next piece: more layers of `partial_piece`, tokens in all layers, or first layers of the newest
+        step.
+        """
         reports = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.watermark.num_tokens for each in reports)
-        if self.begun is not None:
-            ranges, first = self.begun.token_ranges, self.begun.layers.stop
+        if self.partial_piece is not None:
+            ranges, first = self.partial_piece.token_ranges, self.partial_piece.layers.stop
         else:
             ranges, first = self._up_to(stop, reports), 0
             if not any(ranges):
@@ -243,7 +252,7 @@ class Load(Tracked[LoadState]):
         yet.
         """
         ranges = []
-        for group, tokens in enumerate(self.left):
+        for group, tokens in enumerate(self.unread_tokens):
             is_there = tokens and all(_has(report, group) for report in reports)
             limit = stop // self.engine.row_tokens[group] if is_there else 0
             ranges.append(range(tokens.start, max(tokens.start, min(tokens.stop, limit))))
@@ -255,30 +264,37 @@ class Load(Tracked[LoadState]):
         Returns:
             The reason why it cannot be loaded, if already known.
         """
-        self.asked, self.trace.asked_s = asked, now
+        self.order, self.trace.asked_s = asked, now
         if asked.error is not None:
             return asked.error
         self.forget_reads(asked)
-        if self.error is None and any(self.left) and not (self.is_followed or asked.remote_blocks):
+        if (
+            self.error is None
+            and any(self.unread_tokens)
+            and not (self.is_followed or asked.remote_blocks)
+        ):
             return BlockIdError("a load names no blocks of its producer", request=self.request_id)
         return self.error
 
     def forget_reads(self, asked: LoadRequest) -> None:
         """Count none of the requested tokens as read or filled."""
-        self.left, self.begun = tuple([range(*tokens) for tokens in asked.token_ranges]), None
+        self.unread_tokens, self.partial_piece = (
+            tuple([range(*tokens) for tokens in asked.token_ranges]),
+            None,
+        )
         self.note_filled()
 
     def note_filled(self) -> None:
         """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks. It stays None
         where groups keep only some tokens, as those that are loaded are the ones needed at the load's end.
         """
-        if self.begun is None and self.asked is not None and self.asked.keeps_all:
-            row_tokens = self.engine.row_tokens or (1,) * len(self.left)
-            left = [*zip(self.left, row_tokens, strict=False)]
+        if self.partial_piece is None and self.order is not None and self.order.keeps_all:
+            row_tokens = self.engine.row_tokens or (1,) * len(self.unread_tokens)
+            left = [*zip(self.unread_tokens, row_tokens, strict=False)]
             starts = [tokens.start * m for tokens, m in left if tokens]
             everything = [tokens.stop * m for tokens, m in left]
             # rows end before the tokens that no row holds yet
-            everything.append(self.asked.token_stop)
+            everything.append(self.order.token_stop)
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
@@ -328,7 +344,7 @@ class Load(Tracked[LoadState]):
     @property
     def is_read(self) -> bool:
         """Returns True if reads cover everything that was requested."""
-        return self.begun is None and not any(self.left)
+        return self.partial_piece is None and not any(self.unread_tokens)
 
     def is_complete(self, sources: Collection[int]) -> bool:
         """Returns True if all of these producer workers have computed the whole prompt."""

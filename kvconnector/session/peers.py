@@ -68,14 +68,15 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and the seconds for which it may be silent. Once
     accepted, it has the `route` of its reads, and the `readers`: the ranks of its engine that confirm to this worker.
-    `sends` are its unfinished reads, `early` its messages about leases that do not exist yet. `alone` is the tuple of
-    followers of every lease that it alone follows: one tuple, as thousands would slow the garbage collector down.
+    `sends` are its unfinished reads, `early` its messages about leases that do not exist yet. `sole_follower` is the
+    tuple of followers of every lease that it alone follows: one tuple, as thousands would slow the garbage collector
+    down.
     """
 
     def __init__(self, link: Link, hello: m.Hello, now: float, timeout_s: float) -> None:
         super().__init__(PEER_TABLE, f"link {link.number}")
         self.link = link
-        self.alone = (link,)
+        self.sole_follower = (link,)
         self.hello = hello
         self.engine_id = EngineId(hello.geometry.engine_id)
         self.rank = Rank(hello.pp_rank, hello.tp_rank)

@@ -158,7 +158,7 @@ class ProducerSession:
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event, now)
             if event.link not in lease.followers:
-                lease.followers += peer.alone
+                lease.followers += peer.sole_follower
             self._links.send(event.link, lease.progress())
         elif (ended := self._find_ended(follow)) is not None:
             self._refuse(event, *ended)

@@ -70,14 +70,14 @@ class Reads:
 
     def begin(self, load: Load, source: SourceRead, now: float) -> None:
         """Begin a read from the worker that `source` names."""
-        assert load.asked is not None  # nothing is read before
+        assert load.order is not None  # nothing is read before
         worker = load.engine.workers[source.route.peer]
         theirs = (
             load.progress[worker.link.number].blocks
             if load.is_followed
-            else load.asked.remote_blocks
+            else load.order.remote_blocks
         )
-        read = RankRead(next(self._numbers), load, worker, source, load.asked.local_blocks, theirs)
+        read = RankRead(next(self._numbers), load, worker, source, load.order.local_blocks, theirs)
         trace = load.trace
         trace.first_read_s, trace.last_read_s = trace.first_read_s or now, now
         trace.total_bytes += source.total_bytes

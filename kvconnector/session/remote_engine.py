@@ -172,32 +172,33 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
 class EngineLoads:
     """The loads from one engine that are not over and have not failed. The cost of each method does not grow with them.
 
-    `turns` has the loads that heartbeats name, the next one first; the first `num_unnamed` should be named at once.
-    `depending` are the loads that fail if the engine is lost, and begin, if they wait for it, when it is ready.
+    `heartbeat_queue` has the loads that heartbeats name, the next one first; the first `num_due_now` should be named at
+    once. `fail_on_loss` are the loads that fail if the engine is lost, and that begin, if they wait for it, when it is
+    ready.
     """
 
     def __init__(self) -> None:
-        self.turns: OrderedDict[Load, None] = OrderedDict()
-        self.num_unnamed = 0
-        self.depending: dict[Load, None] = {}
+        self.heartbeat_queue: OrderedDict[Load, None] = OrderedDict()
+        self.num_due_now = 0
+        self.fail_on_loss: dict[Load, None] = {}
         self._followed: dict[str, dict[Load, None]] = {}
 
     def add(self, load: Load) -> None:
         """Add a new load. If it is followed, a heartbeat that names it is due at once."""
-        self.turns[load] = None
+        self.heartbeat_queue[load] = None
         if load.is_followed:
-            self.turns.move_to_end(load, last=False)
-            self.num_unnamed += 1
-            self.depending[load] = None
+            self.heartbeat_queue.move_to_end(load, last=False)
+            self.num_due_now += 1
+            self.fail_on_loss[load] = None
             self._followed.setdefault(load.key.transfer_id, {})[load] = None
 
     def remove(self, load: Load) -> None:
         """Remove a load that is over or has failed. Idempotent."""
-        if load not in self.turns:
+        if load not in self.heartbeat_queue:
             return
-        del self.turns[load]
-        self.num_unnamed = min(self.num_unnamed, len(self.turns))
-        self.depending.pop(load, None)
+        del self.heartbeat_queue[load]
+        self.num_due_now = min(self.num_due_now, len(self.heartbeat_queue))
+        self.fail_on_loss.pop(load, None)
         if load.is_followed:
             same = self._followed[load.key.transfer_id]
             del same[load]
@@ -216,10 +217,10 @@ class EngineLoads:
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
-        for _ in range(min(limit, len(self.turns))):
-            load = next(iter(self.turns))
-            self.turns.move_to_end(load)
-            self.num_unnamed = max(0, self.num_unnamed - 1)
+        for _ in range(min(limit, len(self.heartbeat_queue))):
+            load = next(iter(self.heartbeat_queue))
+            self.heartbeat_queue.move_to_end(load)
+            self.num_due_now = max(0, self.num_due_now - 1)
             key = load.key
             if not load.is_followed or load.progress.keys() >= {*links}:
                 renewed.append(key)
@@ -274,7 +275,7 @@ class RemoteEngine(Tracked[EngineState]):
             return min(self.until, self.heartbeat_at)
         if self.state is not _S.READY:
             return self.until if self.state is not _S.UNKNOWN else NEVER
-        if self.unsent_endings or self.loads.num_unnamed:
+        if self.unsent_endings or self.loads.num_due_now:
             return AT_ONCE  # the next tick goes on with them
         return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
 

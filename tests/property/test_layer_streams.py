@@ -78,7 +78,7 @@ def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng
     wanted = WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True)
     load = Load(wanted, RemoteEngine(wanted.engine), 0.0)
     load.engine.row_tokens = tuple(each.row_tokens for each in transfer.producer.ranks[0].groups)
-    load.left = transfer.token_ranges
+    load.unread_tokens = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()
 
@@ -93,7 +93,7 @@ def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng
         if len(load.progress) == len(links):  # steps that all ranks have finished are read at once
             stop = min(report.watermark.num_tokens for report in load.progress.values())
             for left, tokens, stays, m in zip(
-                load.left, transfer.token_ranges, groups_stay, row_tokens, strict=False
+                load.unread_tokens, transfer.token_ranges, groups_stay, row_tokens, strict=False
             ):
                 assert not stays or left.start >= min(stop // m, tokens.stop)
 

@@ -80,7 +80,12 @@ FAULTS = [
         ["given up by timeout"],
     ),
     ({}, (Lease, "grow", forget_the_granted_blocks), ON_STREAMS, ["moved to other blocks"]),
-    ({}, (Load, "is_complete", lambda load, links: not any(load.left)), ON_STREAMS, ["preempted"]),
+    (
+        {},
+        (Load, "is_complete", lambda load, links: not any(load.unread_tokens)),
+        ON_STREAMS,
+        ["preempted"],
+    ),
 ]
 """Options of races, a patch, the paths that it affects, and the causes by which races must find it."""
 

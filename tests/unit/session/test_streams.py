@@ -302,10 +302,10 @@ def test_rows_fill_the_tokens_that_they_stand_for():
     one.ask(LoadRequest("w", ((0, 3), (0, 14)), harness.BLOCKS, (), token_stop=14), 0.0)
     assert one.filled_tokens == 0
     for first, second, filled in ((2, 14, 8), (3, 9, 9), (3, 14, 14)):
-        one.left = range(first, 3), range(second, 14)
+        one.unread_tokens = range(first, 3), range(second, 14)
         one.note_filled()
         assert one.filled_tokens == filled
-    one.engine.row_tokens, one.left = (4,), (range(3, 3),)
+    one.engine.row_tokens, one.unread_tokens = (4,), (range(3, 3),)
     one.note_filled()
     assert one.filled_tokens == 14
 
