@@ -16,10 +16,11 @@ from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import NEVER
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
-from kvconnector.session.port import NEVER, DataPathPort, EnginePort, LinkPort, Ports
+from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
 from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace

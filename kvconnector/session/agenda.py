@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
-from kvconnector.session.port import NEVER
-
 ThingT = TypeVar("ThingT", bound=Hashable)
+
+NEVER = float("inf")
+"""The deadline of a thing that waits for nothing."""
 
 AT_ONCE = 0.0
 """The deadline of a thing that the next tick must handle."""

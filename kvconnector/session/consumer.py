@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 from kvconnector.config import PeerConfig
@@ -22,8 +23,9 @@ from kvconnector.errors import (
     UnknownRequestError,
 )
 from kvconnector.ids import Rank
+from kvconnector.planning import SourceRead
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
+from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.containment import (
     WorkerFault,
@@ -36,8 +38,8 @@ from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.port import NEVER, Ports
-from kvconnector.session.reads import RankRead, Reads
+from kvconnector.session.port import Ports
+from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -228,7 +230,7 @@ class ConsumerSession:
         load = read.load
         load.accept(event, now)
         del load.reads[read.read_id]
-        load.trace.finished(event, read.source.total_bytes)
+        load.trace.finished(read.source.total_bytes, event.seconds, event.path, event.phases)
         self._after_read(load, now)
 
     def _receive_stopped(self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float) -> None:
@@ -527,3 +529,57 @@ class ConsumerSession:
         m.ReadEnded: _read_cut_short,
         ev.Tick: _tick,
     }
+
+
+class Reads:
+    """Begins and ends reads. Its load and its engine list each of them."""
+
+    def __init__(self, ports: Ports, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
+        self._data, self._links = ports.data, ports.links
+        self._drain_timeout_s = drain_timeout_s
+        self._numbers = count(1)
+        self._agenda = agenda
+
+    def begin(self, load: Load, source: SourceRead, now: float) -> None:
+        """Begin a read from the worker that `source` names."""
+        assert load.order is not None  # nothing is read before
+        worker = load.engine.workers[source.route.peer]
+        theirs = (
+            load.progress[worker.link.number].blocks
+            if load.is_followed
+            else load.order.remote_blocks
+        )
+        read = RankRead(next(self._numbers), load, worker, source, load.order.local_blocks, theirs)
+        trace = load.trace
+        trace.first_read_s, trace.last_read_s = trace.first_read_s or now, now
+        trace.total_bytes += source.total_bytes
+        load.reads[read.read_id] = load.engine.reads[read.read_id] = read
+        self._data.start_receive(read)
+
+    def close(self, read: RankRead) -> None:
+        """Forget a read whose slots are free. Idempotent."""
+        self._agenda.forget(read)
+        read.load.engine.reads.pop(read.read_id, None)
+
+    def stop(self, read: RankRead, now: float) -> None:
+        """Stop writing a read's chunks, and cancel it at its peer if that may still be sending. Idempotent."""
+        if read.is_stopped:
+            return
+        read.is_stopped = True
+        self._data.stop_receive(read)
+        if read.is_asked and not read.is_peer_over:
+            self._await_end(read, now)
+            self._links.send(read.worker.link, m.CancelRead(read_id=read.read_id))
+
+    def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
+        """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is lost."""
+        read.is_peer_over = True
+        if sent_chunks is None:
+            read.deadline = NEVER
+        else:
+            self._await_end(read, now)
+        self._data.drain_receive(read, sent_chunks)
+
+    def _await_end(self, read: RankRead, now: float) -> None:
+        read.deadline = now + self._drain_timeout_s
+        self._agenda.plan(read, read.deadline)

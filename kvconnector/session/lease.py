@@ -40,10 +40,10 @@ from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import NEVER
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.port import NEVER
 from kvconnector.session.program import Program
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m

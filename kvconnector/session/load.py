@@ -16,10 +16,10 @@ from kvconnector.errors import (
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import NEVER
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.port import NEVER
 from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import LoadTrace
 from kvconnector.wire import messages as m

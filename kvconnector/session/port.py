@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from kvconnector.session.reads import RankRead
     from kvconnector.session.remote_engine import RemoteWorker
 
-NEVER = float("inf")
-
 
 class LinkPort:
     """Control connections to peers."""

@@ -11,12 +11,11 @@ from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import AT_ONCE
+from kvconnector.session.agenda import AT_ONCE, NEVER
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
-from kvconnector.session.port import NEVER
 from kvconnector.session.reads import RankRead
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m

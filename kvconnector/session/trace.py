@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from kvconnector.session.completion import Phase, RequestTrace
-
-if TYPE_CHECKING:
-    from kvconnector.session import events as ev
 
 
 class LoadTrace(msgspec.Struct, eq=False, gc=False):
@@ -30,12 +25,12 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     paths: frozenset[str] = frozenset()
     parts: dict[str, Phase] = {}
 
-    def finished(self, event: ev.ReceiveFinished, nbytes: int) -> None:
-        """Record that a read of `nbytes` finished. Phases of one name are merged over all reads."""
+    def finished(self, nbytes: int, seconds: float, path: str, phases: tuple[Phase, ...]) -> None:
+        """Record that a read finished, as `ReceiveFinished` says. Phases of one name are merged over all reads."""
         self.nbytes += nbytes
-        self.seconds = max(self.seconds, event.seconds)
-        self.paths |= {event.path}
-        for new in event.phases:
+        self.seconds = max(self.seconds, seconds)
+        self.paths |= {path}
+        for new in phases:
             old = self.parts.setdefault(new.name, new)
             if old is not new:
                 times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)

@@ -10,9 +10,9 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import NEVER
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.orders import DropRequest
-from kvconnector.session.port import NEVER
 from kvconnector.wire import messages as m
 from kvconnector.wire import versions
 from kvconnector.wire.packed_geometry import PackedGeometry

@@ -8,9 +8,8 @@ import pytest
 from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
+from kvconnector.session.agenda import MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
-from kvconnector.session.port import NEVER
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
 
