@@ -11,7 +11,13 @@ from tests.vllm import scheduler_world as w
 pytestmark = pytest.mark.vllm
 
 NUM_TOKENS = 40
-OFFER = w.offer(NUM_TOKENS, remote_tokens_digest="0" * 32, remote_first_token=[7, "0" * 16])
+OFFER = w.offer(
+    NUM_TOKENS,
+    remote_tokens_digest="0" * 32,
+    remote_first_token=[7, "0" * 16],
+    remote_prompt_context={"adapter": "a"},
+    remote_prefix_digests=[[30, "0" * 32]],
+)
 KINDS = [
     OFFER,
     w.FOLLOWED,

@@ -172,7 +172,7 @@ def test_other_completions_do_not_wait_for_one_that_ended(world, end):
 
 @pytest.mark.parametrize(
     "key, value",
-    [("remote_block_ids", [[1], [2]]), ("remote_num_tokens", -1), ("remote_engine_id", "")],
+    [("remote_block_ids", []), ("remote_num_tokens", -1), ("remote_engine_id", "")],
 )
 def test_unusable_parameters_are_computed_here(world, key, value):
     engine = world()

@@ -7,28 +7,54 @@ wrong type or range. What it returns is safe to use without another check, and t
 Each engine renders and tokenizes a request by itself. Many templates leave the reasoning out of a chat's earlier
 answers, so the next turn's prompt has other tokens than the decode engine's cache of this turn. A router may also
 confuse two requests, or the two engines may have different templates. None of this shows in the number of tokens, so an
-offer has a digest of them.
+offer has a digest of them. What else a cache depends on is its *context*: the adapter, the cache salt, images and
+embeddings. Two prompts with equal placeholders and other images have equal tokens.
+
+A decode engine that offers a turn of a chat also states digests at the end of its prompt and shortly before. If the
+next turn's prompt has another answer than the decode engine generated, or another beginning of it, the rest is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import torch
+import vllm
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.runtime import TransferParams
+from kvconnector.runtime.params import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 TOKENS_DIGEST = "remote_tokens_digest"
 """Our key for the digest. A router may leave it out: then tokens are not compared."""
 FIRST_TOKEN = "remote_first_token"
 """Our key for the prompt's first token: `[token, digest of its sampling parameters]`."""
 _DIGEST_BYTES = 16
+CONTEXT = "remote_prompt_context"
+"""Our key for the context, a text for each part that a prompt has. If it is left out, nothing of it is compared."""
+PREFIXES = "remote_prefix_digests"
+"""Our key for `[number of tokens, digest of these and of their context]` of shorter prefixes of an offer's tokens."""
+BEFORE_END = (0, 1, 4, 16, 64)
+"""Tokens between the end of a turn's prompt and the end of each prefix. A template may end a prompt with the beginning
+of an answer, and leave that out later; and a first token that came from another engine counts as the prompt's last.
+"""
 NOTHING: Mapping[str, Any] = {}
+_WORDS = {
+    "adapter": "adapter",
+    "salt": "cache salt",
+    "media": "images or other media",
+    "embeds": "embeddings",
+}
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +70,16 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     for_decoder: bool = False
     names_transfer: bool = False
     tokens_digest: str | None = None
+    context: Mapping[str, str] | None = None
+    prefixes: tuple[tuple[int, str], ...] = ()
     first_token: Any = None
 
 
 NO_PARAMS = RequestParams()
+
+
+Text = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class _Keys(msgspec.Struct, frozen=True):
@@ -57,6 +89,8 @@ class _Keys(msgspec.Struct, frozen=True):
     do_remote_decode: bool = False
     remote_tokens_digest: Annotated[str, Meta(max_length=2 * _DIGEST_BYTES)] | None = None
     remote_first_token: Any = None
+    remote_prompt_context: Annotated[dict[str, Text], Meta(max_length=8)] | None = None
+    remote_prefix_digests: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=8)] = ()
 
 
 def decoded(params: object, *, is_bidirectional: bool) -> RequestParams:
@@ -80,7 +114,8 @@ def decoded(params: object, *, is_bidirectional: bool) -> RequestParams:
         return NO_PARAMS
     try:
         keys = msgspec.convert(given, _Keys)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        # ValueError: JSON may have text that is no UTF-8, half of a surrogate pair
         raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}") from error
     is_offered = keys.do_remote_prefill
     if keys.do_remote_decode and not is_offered:
@@ -93,6 +128,8 @@ def decoded(params: object, *, is_bidirectional: bool) -> RequestParams:
         for_decoder=keys.do_remote_decode,
         names_transfer="transfer_id" in given,
         tokens_digest=keys.remote_tokens_digest,
+        context=keys.remote_prompt_context,
+        prefixes=keys.remote_prefix_digests,
         first_token=keys.remote_first_token,
     )
 
@@ -102,9 +139,109 @@ def digest_of(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(array("q", tokens), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def is_of_other_tokens(asked: RequestParams, prompt: Sequence[int]) -> bool:
-    """Returns True if an offer states that its tokens are not the first ones of this prompt."""
-    offer, stated = asked.offer, asked.tokens_digest
-    if offer is None or stated is None or offer.is_followed:
-        return False  # its router has left the digest out, or the prompt is streamed
-    return stated != digest_of(prompt[: offer.remote_num_tokens])
+def prefix_digests(
+    tokens: Sequence[int], counts: Iterable[int], context_of: Callable[[int], Mapping[str, str]]
+) -> list[tuple[int, str]]:
+    """Return (count, digest) of prefixes of a sequence, the longest first. A digest covers the first `count` tokens and
+    their context, which `context_of` returns.
+    """
+    found, hashed, done = [], hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    for count in sorted(set(counts)):
+        if 0 < count <= len(tokens):
+            hashed.update(array("q", tokens[done:count]))
+            done, whole = count, hashed.copy()
+            whole.update(msgspec.json.encode(sorted(context_of(count).items())))
+            found.append((count, whole.hexdigest()))
+    return found[::-1]
+
+
+class PromptContexts:
+    """What the caches of requests depend on besides tokens, and its comparison with what offers state.
+
+    Args:
+        namespace: A text that two engines have in common if they name equal media alike; "" if this one's names are no
+            digests of the media. Media are compared only between engines with the same namespace.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def of(self, request: Request, num_tokens: int) -> dict[str, str]:
+        """Return the context of a request's first tokens: a text for each part that it has."""
+        context = {}
+        if request.lora_request is not None:
+            name = request.lora_request.lora_name[:512]
+            context["adapter"] = name.encode(errors="replace").decode()
+        if request.cache_salt:
+            context["salt"] = _hexdigest(request.cache_salt.encode("utf-8", "surrogatepass"))
+        media = [
+            (each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
+            if each.mm_position.offset < num_tokens
+        ]
+        if media:
+            context["media"] = (
+                f"{self._namespace}:{_hexdigest(repr(media).encode(errors='replace'))}"
+            )
+        if request.prompt_embeds is not None:
+            rows = request.prompt_embeds[:num_tokens].contiguous().cpu()
+            context["embeds"] = _hexdigest(rows.view(torch.uint8).numpy().tobytes())
+        return context
+
+    def differences(self, offered: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+        """Return the parts, in words, in which an offer's context is not the request's own."""
+        return [
+            _WORDS.get(name, name)
+            for name in sorted(offered.keys() | own.keys())
+            if offered.get(name) != own.get(name)
+            and not (name == "media" and self._are_other_names(offered, own))
+        ]
+
+    def _are_other_names(self, offered: Mapping[str, str], own: Mapping[str, str]) -> bool:
+        """Return True if both have media, which the two engines name in different ways."""
+        names = [each.get("media", "").rpartition(":")[0] for each in (offered, own)]
+        is_known = names[0] == names[1] and all(names)
+        return "media" in offered and "media" in own and not is_known
+
+
+def _hexdigest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def media_namespace(vllm_config: VllmConfig) -> str:
+    """Return the namespace of `PromptContexts`. vLLM names media by digests of their content, the model's path and the
+    processor's options, by an algorithm that may change with a release. Without any cache it draws names.
+    """
+    model = vllm_config.model_config
+    media = model.multimodal_config
+    if media is None:
+        return ""
+    caches = vllm_config.cache_config.enable_prefix_caching or media.mm_processor_cache_gb > 0
+    release = ".".join(vllm.__version__.split(".")[:2])
+    named = [release, model.model, media.mm_hasher_algorithm, media.mm_processor_kwargs]
+    return _hexdigest(repr(named).encode(errors="replace")) if caches else ""
+
+
+def usable_tokens(
+    asked: RequestParams, request: Request, contexts: PromptContexts
+) -> tuple[int, str]:
+    """Return how many of an offer's tokens are the first ones of a request's prompt, and a text of what differs; "" if
+    they are all. What an offer does not state is not compared.
+    """
+    offer, prompt = asked.offer, request.all_token_ids
+    if offer is None or offer.is_followed:
+        return MAX_TOKENS, ""  # the producer has not stated them yet
+    stop, other = offer.remote_num_tokens, []
+    if asked.tokens_digest is not None and asked.tokens_digest != digest_of(prompt[:stop]):
+        other = ["first tokens"]
+    if asked.context is not None:
+        other += contexts.differences(asked.context, contexts.of(request, stop))
+    if not other:
+        return stop, ""
+    own = prefix_digests(
+        prompt,
+        (count for count, _ in asked.prefixes if count < stop),
+        partial(contexts.of, request),
+    )
+    longest = max((count for count, digest in own if (count, digest) in asked.prefixes), default=0)
+    return longest, " and ".join(other)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,13 +26,19 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.params import (
+    BEFORE_END,
+    CONTEXT,
     FIRST_TOKEN,
     NO_PARAMS,
+    PREFIXES,
     TOKENS_DIGEST,
+    PromptContexts,
     RequestParams,
     decoded,
     digest_of,
-    is_of_other_tokens,
+    media_namespace,
+    prefix_digests,
+    usable_tokens,
 )
 from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
 from kvconnector.integrations.vllm.tracking import IdleSteps, PartlyFilled, Reports, Siblings
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_NOTED = 4096
+"""Engines of which the log has said that they state too little."""
 ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -64,6 +73,8 @@ class SchedulerHalf:
         self._handshakes: list[Handshake] = []
         self._asked: dict[str, RequestParams] = {}
         """What the `kv_transfer_params` of each request that is not over ask for; nothing if they were refused."""
+        self._contexts = PromptContexts(media_namespace(vllm_config))
+        self._unstated: set[str] = set()
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._streamed: dict[str, Request] = {}
@@ -145,7 +156,11 @@ class SchedulerHalf:
         name, engine = request.request_id, offer.remote_engine_id
         if not self._siblings.add(name, engine, offer.remote_request_id):
             return  # the request reads the prefix cache later, and samples its own first token
-        if not self._tell_scheduler(request, {**asked.mapping, "do_remote_decode": False}):
+        usable, other = usable_tokens(asked, request, self._contexts)
+        mapping = {**asked.mapping, "do_remote_decode": False}
+        if usable and other:
+            mapping["remote_num_tokens"] = usable
+        if not self._tell_scheduler(request, mapping):
             return
         if request.abort_immediately:
             # vLLM's API server has rejected it, and ends it at once so that the producer's blocks are freed
@@ -154,15 +169,31 @@ class SchedulerHalf:
             )
             logger.info(text, name, engine)
             return
-        if is_of_other_tokens(asked, request.all_token_ids):
-            text = "request %s is computed without engine %s, which does not offer the first tokens of its prompt"
-            logger.info(text, name, engine)
+        if other and not usable:
+            text = "request %s is computed without engine %s, which does not offer the %s of its prompt"
+            logger.info(text, name, engine, other)
             self._scheduler.load(name, blocks=(), num_tokens=0)  # frees its blocks
             return
+        if other:
+            text = "request %s takes the first %d tokens of what engine %s offers, which are not all of its prompt"
+            logger.info(text, name, usable, engine)
+            return
+        if asked.context is None and not offer.is_followed:
+            self._note_unstated(engine)
         # if a streamed prompt is not computed to its end, the prefill engine samples no token
         is_sampled = not offer.is_followed or not self._backoff_tokens()
         if is_sampled and not asked.for_decoder:
             self.first_tokens.expect(request, asked)
+
+    def _note_unstated(self, engine: str) -> None:
+        """Log, once for an engine, that its offers do not state what their caches depend on besides tokens."""
+        if engine not in self._unstated and len(self._unstated) < MAX_NOTED:
+            self._unstated.add(engine)
+            text = (
+                "offers of engine %s do not say with which adapter, cache salt or images they were computed (an earlier"
+                " release, or a router that drops %s): they are loaded without a comparison of these"
+            )
+            logger.info(text, engine, CONTEXT)
 
     def _decoded(self, request: Request) -> RequestParams | None:
         """Return what a request's parameters ask for; None if they are refused, and the prompt is computed here."""
@@ -390,7 +421,7 @@ class SchedulerHalf:
             return None
         dcp_size = self._vllm_config.parallel_config.decode_context_parallel_size
         offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
-        offer[TOKENS_DIGEST] = digest_of(request.all_token_ids[:num_tokens])
+        offer |= self._identity(request, num_tokens, is_decoder=is_decoder)
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
             # as NixlConnector has it: in seconds of this host's monotonic clock
@@ -399,6 +430,21 @@ class SchedulerHalf:
         elif token is not None:
             offer[FIRST_TOKEN] = token
         return offer
+
+    def _identity(self, request: Request, num_tokens: int, *, is_decoder: bool) -> dict[str, Any]:
+        """Return the keys of an offer that say what its cache depends on: other prompts' requests do not load it."""
+        identity: dict[str, Any] = {
+            TOKENS_DIGEST: digest_of(request.all_token_ids[:num_tokens]),
+            CONTEXT: self._contexts.of(request, num_tokens),
+        }
+        # of shorter prefixes there are neither windows nor states any more
+        if is_decoder and all(info.keeps == "all" for info in self._groups):
+            identity[PREFIXES] = prefix_digests(
+                request.all_token_ids,
+                [request.num_prompt_tokens - each for each in BEFORE_END],
+                partial(self._contexts.of, request),
+            )
+        return identity
 
     def _has_lost_states(self, request: Request, num_tokens: int) -> bool:
         """Return True if the recurrent states after `num_tokens` tokens are not in the blocks that we would offer."""
