@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -18,6 +20,7 @@ from kvconnector.allowed_producers import AllowedProducers
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Id
 
+logger = logging.getLogger(__name__)
 Role = Literal["producer", "consumer", "both"]
 # The upper bound refuses infinity: every wait ends.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -105,10 +108,12 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Staging memory of a worker, bounded by `budget_bytes` however large the requests are."""
 
-    budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB)] = 256 * MIB
+    budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 40)] = 256 * MIB
     """All send and receive slots of one worker together."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
-    """Bytes of one slot, and the longest message; 0 means `CPU_CHUNK_BYTES` (2 MiB) or `CUDA_CHUNK_BYTES` (40 MiB)."""
+    """Bytes of one slot, and the longest message; 0 means `CPU_CHUNK_BYTES` (2 MiB) or `CUDA_CHUNK_BYTES` (40 MiB), or
+    the largest row of the caches if that is longer.
+    """
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
@@ -274,9 +279,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 host=control.host,
             )
 
-    def chunk_bytes(self, device: str) -> int:
-        """Return the slot size in bytes for caches on `device` ("cpu" or "cuda:N"), within the staging budget."""
+    def chunk_bytes(self, device: str, largest_row_bytes: int = 0) -> int:
+        """Return the slot size in bytes for caches on `device` ("cpu" or "cuda:N"), within the staging budget.
+
+        The default holds `largest_row_bytes`, the most that a part has of one token, or of one state, which is several
+        MiB for some recurrent states.
+        """
         default = CUDA_CHUNK_BYTES if device.startswith("cuda") else CPU_CHUNK_BYTES
+        default = max(default, -(-largest_row_bytes // (64 * KIB)) * 64 * KIB)
         return min(self.staging.chunk_bytes or default, self.staging.budget_bytes // 2)
 
     def spin_s(self, device: str) -> float:
@@ -317,9 +327,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             for name, value in (base or {}).items()
         }
         set_by: dict[tuple[str, str], str] = {}
-        for variable, value in environ.items():
-            if not variable.startswith(ENV_PREFIX):
-                continue
+        for variable, value in variables_of(environ).items():
             if variable.upper() not in VARIABLES:
                 nearest = _nearest(variable, VARIABLES)
                 raise ConfigError(f"unknown environment variable {variable}{nearest}")
@@ -375,6 +383,45 @@ VARIABLES = {
 }
 VARIABLES["KVCONNECTOR_UCX"] = ("ucx", "library")  # the short name in the documentation
 """Section (empty at the top level) and field that each environment variable sets."""
+
+
+_SERVICE_LINKS = re.compile(
+    r"_SERVICE_HOST|_SERVICE_PORT(?:_\w+)?|_PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?"
+)
+_SERVICE_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://\S+")
+
+
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environ` that are meant for us.
+
+    Kubernetes tells each container of the Services of its namespace by variables with their names. For Services named
+    `kvconnector` and `kvconnector-...` these look like ours; they are left out, with one warning.
+    """
+    found, links = {}, []
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX.rstrip("_")).upper()
+        is_address = name.endswith("_PORT") and _SERVICE_ADDRESS.fullmatch(value)
+        is_link = is_address or any(
+            _SERVICE_LINKS.fullmatch(name[at:]) for at in range(len(name)) if name[at] == "_"
+        )
+        if is_link and not (variable.upper() in VARIABLES and not is_address):
+            links.append(variable)
+        else:
+            found[variable] = value
+    if links and not _warned:
+        _warned.append(True)
+        logger.warning(
+            "Kubernetes' variables of Services whose names begin with kvconnector are no settings, and are ignored: %s"
+            " (enableServiceLinks: false in the pod's spec leaves them out)",
+            ", ".join(sorted(links)),
+        )
+    return found
+
+
+_warned: list[bool] = []
+"""Not empty once a process has warned of such variables."""
 
 
 def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import stat
+import tempfile
 from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from kvconnector.bench.engines import EnginePair
 
 HELLO_TIMEOUT_S = 3.0
+SHARED_MEMORY = Path("/dev/shm")
 KEYS = ("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE")
 DEFAULTS = ConnectorConfig.from_mapping({"engine_id": "doctor", "control": {"insecure": True}})
 """Settings for the other checks where those of the environment cannot be used."""
@@ -189,7 +192,9 @@ def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Findin
         yield Finding("environment", "FAIL", str(error))
         config = DEFAULTS
     yield from _keys(config)
-    if (yield from _ucx(config, device)):
+    shared = _shared_memory()
+    yield shared
+    if (yield from _ucx(config, device)) and shared.verdict != "FAIL":
         yield from attempt("self-test", lambda: _self_test(device, tls))
 
 
@@ -200,9 +205,9 @@ def _versions() -> Iterator[Finding]:
         ("numpy", "the planner"),
         ("msgspec", "the wire"),
         ("pyzmq", "the control channel"),
-        ("numba", "caches in host memory"),
-        ("torch", "caches on a GPU"),
-        ("triton", "caches on a GPU"),
+        ("numba", "the data path"),
+        ("torch", "a cache on a GPU"),
+        ("triton", "a cache on a GPU"),
     ):
         version = installed_version(package)
         if version:
@@ -212,6 +217,20 @@ def _versions() -> Iterator[Finding]:
             yield Finding(
                 package, verdict, f"not installed; {needed} needs it: pip install {package}"
             )
+
+
+def _shared_memory() -> Finding:
+    """Report whether processes of this host can share memory, without which nothing else is tried."""
+    try:
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY):
+            free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError as error:
+        text = (
+            f"{SHARED_MEMORY} cannot be written ({error.strerror or error}): UCX and caches in CPU memory need it."
+            " Mount a tmpfs there, in a pod an emptyDir with medium: Memory"
+        )
+        return Finding("/dev/shm", "FAIL", text)
+    return Finding("/dev/shm", "ok", f"{format_bytes(free)} free")
 
 
 def _gpus() -> Iterator[Finding]:

@@ -70,6 +70,13 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
         text = "do_remote_prefill is not true: a decode engine computes the prompt itself"
         yield Finding("params", "FAIL", text)
         return
+    if "transfer_secret" not in params and "remote_engine_id" in params:
+        text = (
+            "another connector's parameters, such as NixlConnector's: they have no transfer_secret, so"
+            " the prefill engine does not run kvconnector"
+        )
+        yield Finding("params", "FAIL", text)
+        return
     offer = TransferParams.from_mapping(params)
     text = (
         "streamed while it is computed"
@@ -78,6 +85,11 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
     )
     text = f"request {offer.remote_request_id} of engine {offer.remote_engine_id}: {text}"
     yield Finding("params", "ok", text)
+    text = (
+        "whether its blocks are still held is not asked, as that would end them: a lease lasts lease.duration_s of that"
+        " engine after its last heartbeat"
+    )
+    yield Finding("lease", "note", text)
     address = offer.engine.address.removeprefix("tcp://")
     for finding in examine_peer(f"{address},{offer.remote_public_key}", config, device, None):
         yield finding

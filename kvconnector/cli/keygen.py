@@ -22,6 +22,7 @@ def keygen(directory: Path, json: bool) -> None:
     """Make a CURVE key pair for the control channel in DIRECTORY, which is created if needed. Existing keys are never
     overwritten.
     """
+    directory = directory.absolute()  # an engine starts in another folder
     key = generate_keys(directory).public_key
     settings = {
         "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(directory / SECRET_KEY_FILE),

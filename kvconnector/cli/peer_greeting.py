@@ -8,6 +8,7 @@ directory has answered: the time to wake up would count.
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -90,6 +91,11 @@ def reason_for_silence(address: str) -> str:
             " service, control.port"
         )
     except OSError as error:
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return (
+                f"this host has no route to that address ({error}): see the address, this host's interfaces and routes,"
+                " and in a pod its network policy"
+            )
         return (
             f"nothing answers at this address ({error}): see whether the host is up, and whether a firewall drops"
             " packets to this port"

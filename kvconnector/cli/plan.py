@@ -24,6 +24,7 @@ from kvconnector.cli.console import (
 )
 from kvconnector.cli.model_config import element_type, named_model
 from kvconnector.cli.plan_picture import draw_plan
+from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError
 from kvconnector.planning import SourceRead, plan_transfer
 from kvconnector.topology import EngineGeometry, PartGeometry, TpKVTopology
@@ -130,7 +131,12 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
 @click.option("--tokens", type=int, default=2000, help="Tokens to load.")
 @click.option("--start", type=int, default=0, help="First token to load, after a local hit.")
-@click.option("--chunk", type=parse_bytes, metavar="BYTES", default="2MiB", help="Longest message.")
+@click.option(
+    "--chunk",
+    type=parse_bytes,
+    metavar="BYTES",
+    help="Longest message; left out, 2 MiB, or the largest row if that is longer.",
+)
 @click.option("--link", type=float, help="Gbit/s of each rank's link, for a predicted time.")
 @picture_option
 @json_flag
@@ -142,7 +148,7 @@ def plan(
     mla: bool,
     tokens: int,
     start: int,
-    chunk: int,
+    chunk: int | None,
     link: float | None,
     svg: Path | None,
     json: bool,
@@ -159,12 +165,13 @@ def plan(
     asked = {name: each for name, each in sizes.items() if each is not None}
     if mla:
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
+    shape = _asked_model(model, asked)
     report = build_report(
-        _asked_model(model, asked),
+        shape,
         prefill,
         decode,
         range(start, start + tokens),
-        chunk_bytes=chunk,
+        chunk_bytes=chunk or default_chunk_bytes(shape, prefill, decode),
         link_gbits=link,
     )
     if svg is not None:
@@ -173,6 +180,21 @@ def plan(
         print_json(report)
     else:
         _print(report)
+
+
+def default_chunk_bytes(model: ModelShape, *engines: EngineShape) -> int:
+    """Return the chunk that engines with caches in CPU memory agree on by default: it holds the largest row of each."""
+    config = ConnectorConfig.from_mapping({"engine_id": "plan", "control": {"insecure": True}})
+    largest = [
+        max(
+            part.token_bytes
+            for rank in engine.ranks
+            for group in rank.groups
+            for part in group.parts
+        )
+        for engine in (engine_geometry(model, shape, "any") for shape in engines)
+    ]
+    return min(config.chunk_bytes("cpu", each) for each in largest)
 
 
 def _asked_model(name: str | None, changes: dict[str, Any]) -> ModelShape:

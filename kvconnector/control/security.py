@@ -57,8 +57,13 @@ class CurveKeys:
         """
         secret = read_key_file(secret_key_file)
         _refuse_shared_secret(secret_key_file)
-        lines = (line.strip() for line in read_key_file(authorized_clients_file).splitlines())
-        clients = [line.split(maxsplit=1)[0] for line in lines if line and not line.startswith("#")]
+        clients = []
+        text = read_key_file(authorized_clients_file)
+        for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+            if line and not line.startswith("#"):
+                key = line.split(maxsplit=1)[0]
+                check_key(key, f"authorised client key at {authorized_clients_file}:{number}")
+                clients.append(key)
         return cls.from_values(secret_key=secret, authorized_clients=clients)
 
 
@@ -68,6 +73,11 @@ Security = CurveKeys | None
 
 def check_server(security: Security, address: str, public_key: str) -> None:
     """Refuse a server's key that came through a router: AuthenticationError if we use keys and do not know it."""
+    if isinstance(security, CurveKeys) and not public_key:
+        raise AuthenticationError(
+            "the producer runs without keys, and this engine with them: give both CURVE keys, or neither",
+            address=address,
+        )
     if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
         raise AuthenticationError(
             "the producer's public key is not among the authorised ones: if it is right, add it to the file that"

@@ -53,6 +53,12 @@ class Pools:
             if group.geometry.layers:
                 self._add_tables(index, group)
 
+    @property
+    def largest_row_bytes(self) -> int:
+        """The most bytes that a part has of one token, or of one state: a chunk holds so many at least."""
+        parts = (part for group in self.groups for part in group.geometry.parts)
+        return max((part.token_bytes for part in parts), default=0)
+
     def _add_tables(self, index: int, group: CacheGroup) -> None:
         for family_index, family in enumerate(group.geometry.families):
             views = [

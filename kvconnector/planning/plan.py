@@ -186,7 +186,8 @@ def plan_read(
             tokens_fit = chunk_bytes // window.part_token_bytes
             if not tokens_fit:
                 raise GeometryError(
-                    "chunk_bytes is smaller than one token of one part",
+                    "chunk_bytes is smaller than one token, or one state, of one part: raise staging.chunk_bytes,"
+                    " for `kvconnector plan` its option --chunk",
                     chunk_bytes=chunk_bytes,
                     part_token_bytes=window.part_token_bytes,
                 )

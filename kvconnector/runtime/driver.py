@@ -136,7 +136,7 @@ class Driver:
                 rank,
                 config.peer,
                 self.ports,
-                chunk_bytes=config.chunk_bytes(pools.device),
+                chunk_bytes=config.chunk_bytes(pools.device, pools.largest_row_bytes),
                 orders=pools.orders(),
                 stream=config.stream,
             )

@@ -276,7 +276,7 @@ def hello_reply(
     return m.HelloReply(
         incarnation=incarnation,
         transport_address=transport.address,
-        max_chunk_bytes=config.chunk_bytes(pools.device),
+        max_chunk_bytes=config.chunk_bytes(pools.device, pools.largest_row_bytes),
         export=_export_that_fits(config, datapath),
         timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
         lease_ms=m.stated_timeout_ms(config.lease.duration_s),

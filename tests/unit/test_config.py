@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from kvconnector import config as config_module
 from kvconnector.config import (
     CPU_CHUNK_BYTES,
     CUDA_CHUNK_BYTES,
@@ -27,6 +28,7 @@ def config(**changes):
 
 
 REFUSED = [
+    ({"staging": {"budget_bytes": 1 << 42}}, "staging.budget_bytes"),
     ({"leese": {}}, "unknown setting 'leese'; did you mean 'lease'"),
     ({"lease": {"duration": 1}}, r"unknown setting lease.duration; did you mean 'duration_s'"),
     ({"lease": {"xyzzy": 1}}, r"unknown setting lease.xyzzy$"),
@@ -218,6 +220,53 @@ def test_kvconnector_ucx_is_short_for_the_library():
 def test_unknown_variables_are_refused_with_a_suggestion(variable, nearest):
     with pytest.raises(ConfigError, match=f"{variable}; did you mean '{nearest}'"):
         ConnectorConfig.from_env({variable: "1"}, settings())
+
+
+SERVICES = {  # what Kubernetes sets for the Services kvconnector, kvconnector-control and kvconnector-p0
+    "KVCONNECTOR_SERVICE_HOST": "10.96.3.7",
+    "KVCONNECTOR_SERVICE_PORT": "8000",
+    "KVCONNECTOR_SERVICE_PORT_HTTP": "8000",
+    "KVCONNECTOR_PORT": "tcp://10.96.3.7:8000",
+    "KVCONNECTOR_PORT_8000_TCP": "tcp://10.96.3.7:8000",
+    "KVCONNECTOR_PORT_8000_TCP_PROTO": "tcp",
+    "KVCONNECTOR_PORT_8000_TCP_PORT": "8000",
+    "KVCONNECTOR_PORT_8000_TCP_ADDR": "10.96.3.7",
+    "KVCONNECTOR_CONTROL_SERVICE_HOST": "10.96.3.8",
+    "KVCONNECTOR_CONTROL_PORT": "udp://10.96.3.8:45680",
+    "KVCONNECTOR_CONTROL_PORT_45680_UDP_ADDR": "10.96.3.8",
+    "KVCONNECTOR_P0_SERVICE_PORT": "45680",
+    "KVCONNECTOR_P0_PORT": "tcp://10.96.3.9:45680",
+}
+
+
+def test_variables_of_kubernetes_services_are_ignored_with_one_warning(caplog, monkeypatch):
+    monkeypatch.setattr(config_module, "_warned", [])
+    meant = {"KVCONNECTOR_LEASE_DURATION_S": "60", "PATH": "/bin"}
+    for _ in range(2):
+        made = ConnectorConfig.from_env({**SERVICES, **meant}, settings())
+        assert made == config(lease={"duration_s": 60})
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in SERVICES)
+    assert "enableServiceLinks" in record.getMessage()
+
+
+def test_a_number_or_a_wrong_value_of_a_port_is_still_a_setting():
+    """A Service named kvconnector-control has the variable of `control.port`."""
+    made = ConnectorConfig.from_env({"KVCONNECTOR_CONTROL_PORT": "45680"}, settings())
+    assert made.control.port == 45680
+    for value in ("http://x:1", "tcp:/x", ""):
+        with pytest.raises(ConfigError, match=r"control\.port"):
+            ConnectorConfig.from_env({"KVCONNECTOR_CONTROL_PORT": value}, settings())
+    with pytest.raises(ConfigError, match="unknown environment variable KVCONNECTOR_SERVICEHOST"):
+        ConnectorConfig.from_env({"KVCONNECTOR_SERVICEHOST": "x"}, settings())
+
+
+def test_the_default_chunk_holds_the_largest_row_and_a_chosen_one_is_kept():
+    assert config().chunk_bytes("cpu", 100) == CPU_CHUNK_BYTES
+    row = CPU_CHUNK_BYTES + 1
+    assert row <= config().chunk_bytes("cpu", row) < row + (64 << 10)
+    assert config(staging={"chunk_bytes": 123456}).chunk_bytes("cpu", row) == 123456
+    assert config(staging={"budget_bytes": 1 << 20}).chunk_bytes("cpu", row) == 1 << 19
 
 
 def test_chunk_bytes_depend_on_device_and_budget():

@@ -79,12 +79,13 @@ def open_datapath(
 
 def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
     """Return the bytes of a chunk. Raises ConfigError: see `open_datapath`."""
-    chunk_bytes = config.chunk_bytes(pools.device)
+    chunk_bytes = config.chunk_bytes(pools.device, pools.largest_row_bytes)
     for group in pools.groups:
         for part in group.geometry.parts:
             if part.token_bytes > chunk_bytes:
                 raise ConfigError(
-                    "staging.chunk_bytes is smaller than one token of one part",
+                    "staging.chunk_bytes is smaller than one token, or one state, of one part:"
+                    " raise it, and staging.budget_bytes to twice as much at least",
                     chunk_bytes=chunk_bytes,
                     part=part.name,
                     token_bytes=part.token_bytes,

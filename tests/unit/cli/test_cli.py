@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from kvconnector import __version__
+from kvconnector import __version__, _version
 from kvconnector.bench import relayout
 from kvconnector.cli import main
 from kvconnector.cli.bench import BENCHMARKS, Benchmark
@@ -43,6 +43,8 @@ def test_torch_2_11_is_enough_and_the_command_line_is_an_extra():
     assert torch.specifier.contains("2.11.0")
     needed = {Requirement(each).name for each in project["dependencies"]}
     assert needed == {"msgspec", "numba", "numpy", "pyzmq"}
+    extra = {Requirement(each).name for each in project["optional-dependencies"]["cli"]}
+    assert extra == {"click", "matplotlib", "prometheus-client", "rich"}
 
 
 @pytest.mark.parametrize("package", ["click", "matplotlib", "rich"])
@@ -174,6 +176,50 @@ def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatc
     assert (status, out) == (1, "")
     assert "wrong result" in err
     assert not report.exists()
+
+
+def test_keygen_prints_paths_that_hold_in_every_folder(kvconnector, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = kvconnector("keygen", "keys")[1]
+    assert f"KVCONNECTOR_CONTROL_SECRET_KEY_FILE={tmp_path}/keys/curve.secret" in out
+
+
+def test_the_package_is_a_program(tmp_path):
+    line = [sys.executable, "-m", "kvconnector", "--version"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stdout == f"kvconnector {__version__}\n"
+
+
+def test_a_version_names_the_commit_of_a_checkout_a_work_tree_and_a_build(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def version_in(package):
+        package.mkdir(parents=True, exist_ok=True)
+        return _version._version(package)
+
+    assert version_in(tmp_path / "none" / "kvconnector") == _version.RELEASE
+    wanted = f"{_version.RELEASE}+g{commit[:9]}"
+    git = tmp_path / "checkout" / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "refs" / "heads" / "main").write_text(f"{commit}\n")
+    assert version_in(tmp_path / "checkout" / "kvconnector") == wanted
+    (git / "refs" / "heads" / "main").unlink()
+    (git / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    assert version_in(tmp_path / "checkout" / "kvconnector") == wanted
+    tree = git / "worktrees" / "other"
+    tree.mkdir(parents=True)
+    (tree / "HEAD").write_text("ref: refs/heads/main\n")
+    (tree / "commondir").write_text("../..\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".git").write_text(f"gitdir: {tree}\n")
+    assert version_in(tmp_path / "other" / "kvconnector") == wanted
+    built = tmp_path / "site-packages" / "kvconnector"
+    built.mkdir(parents=True)
+    (built / "_commit").write_text(f"{commit}\n")
+    assert version_in(built) == wanted
+    (built / "_commit").write_text("../nonsense\n")
+    assert version_in(built) == _version.RELEASE
 
 
 def test_version(kvconnector):

@@ -1,17 +1,23 @@
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import doctor_rdma, main
 from kvconnector.cli.console import Finding
-from kvconnector.control.security import generate_keys
-from kvconnector.errors import TransportError
+from kvconnector.cli.doctor_peer import examine_params
+from kvconnector.cli.peer_greeting import reason_for_silence
+from kvconnector.control.security import CurveKeys, check_server, generate_keys
+from kvconnector.errors import AuthenticationError, ConfigError, TransportError
 from kvconnector.transport.ucx import rdma
 from kvconnector.transport.ucx.ports import Place
 from tests.support.forked import POPEN
+
+KEY_PAIR = [key.decode() for key in zmq.curve_keypair()]
 
 
 @pytest.fixture
@@ -220,3 +226,64 @@ def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
     (finding,) = [f for f in doctor_module._ucx(config, "cpu") if f.subject == "network"]
     assert finding.verdict == "FAIL"
     assert "eth77" in finding.text
+
+
+def test_shared_memory_that_cannot_be_written_is_named_and_nothing_else_is_blamed(monkeypatch):
+    """As in a container with a read-only root, whose /dev/shm is a folder of it."""
+    monkeypatch.setattr(doctor_module, "SHARED_MEMORY", Path("/proc/version"))
+    monkeypatch.setattr(doctor_module, "_self_test", lambda *_: pytest.fail("it was tried"))
+    found = list(doctor_module.examine_host(keys=None, device="cpu", tls=""))
+    (fault,) = [each for each in found if each.verdict == "FAIL"]
+    assert fault.subject == "/dev/shm"
+    assert "cannot be written" in fault.text
+    assert "medium: Memory" in fault.text
+
+
+@pytest.mark.parametrize(
+    "error, cause",
+    [
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "no route to that address"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to that address"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "refuses connections"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "nothing answers at this address"),
+    ],
+)
+def test_each_way_not_to_be_connected_has_a_cause_of_its_own(monkeypatch, error, cause):
+    def connect(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kvconnector.cli.peer_greeting.socket.create_connection", connect)
+    assert cause in reason_for_silence("tcp://10.0.0.5:45680")
+
+
+def test_another_connectors_parameters_are_named_as_such(tmp_path):
+    path = tmp_path / "params.json"
+    path.write_text(
+        json.dumps(
+            {
+                "do_remote_prefill": True,
+                "remote_engine_id": "p",
+                "remote_block_ids": [1],
+                "remote_host": "10.0.0.5",
+                "remote_port": 5600,
+            }
+        )
+    )
+    (finding,) = examine_params(path, doctor_module.DEFAULTS, "cpu")
+    assert finding.verdict == "FAIL"
+    assert "NixlConnector" in finding.text
+
+
+def test_keys_on_one_side_only_are_named_as_such():
+    keys = CurveKeys.from_values(secret_key=KEY_PAIR[1], authorized_clients=[KEY_PAIR[0]])
+    with pytest.raises(AuthenticationError, match="runs without keys, and this engine with them"):
+        check_server(keys, "tcp://10.0.0.5:1", "")
+
+
+def test_a_malformed_line_of_authorised_keys_is_named_by_file_and_line(tmp_path):
+    secret, clients = tmp_path / "curve.secret", tmp_path / "clients"
+    secret.write_text(KEY_PAIR[1])
+    secret.chmod(0o600)
+    clients.write_text(f"# ours\n{KEY_PAIR[0]} p0\n\nnonsense\n")
+    with pytest.raises(ConfigError, match=f"{clients}:4"):
+        CurveKeys.from_files(secret_key_file=secret, authorized_clients_file=clients)

@@ -224,3 +224,17 @@ def test_a_short_name_of_an_element_type_is_refused_with_the_whole_one(capsys, s
 def test_a_model_of_the_hub_is_refused_with_what_to_give_instead(capsys):
     assert main(["plan", "--model", "meta-llama/Llama-3.1-8B"]) == 2
     assert "give the path of a model's config.json" in capsys.readouterr().err
+
+
+def test_the_default_chunk_holds_a_large_state(capsys, tmp_path):
+    """A state of Qwen3.5-397B is 4 MiB in float32 at TP 1, more than a chunk of 2 MiB."""
+    sizes = {"linear_num_value_heads": 64, "mamba_ssm_dtype": "float32"}
+    path = str(written(tmp_path, {**HYBRID, **sizes}))
+    report = planned(capsys, "--model", path)
+    assert report["chunk_bytes"] == 64 * 128 * 128 * 4
+    assert report["chunk_bytes"] == max(row["largest_chunk_bytes"] for row in report["reads"])
+    assert planned(capsys, "--model", path, "--decode", "tp=4")["chunk_bytes"] == 2 << 20
+    assert main(["plan", "--model", path, "--chunk", "2MiB"]) == 2
+    err = capsys.readouterr().err
+    assert "staging.chunk_bytes" in err
+    assert "--chunk" in err

@@ -1,8 +1,12 @@
 """A receive is promised slots before its copies are made: events in between, and a lack of slots."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from kvconnector.errors import TransportError
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.pump.opening import _chunk_bytes
+from kvconnector.errors import ConfigError, TransportError
 from kvconnector.session import events as ev
 from tests.unit.datapath.pump_pair import READS, both_programs, receive_of, slots_are_free
 
@@ -64,3 +68,15 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_its_promised_slots(m
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
     pair.until(lambda: slots_are_free(pair))
+
+
+def test_a_large_row_fits_a_default_chunk_and_not_one_that_was_chosen():
+    """Recurrent states have rows of several MiB."""
+    part = SimpleNamespace(name="state1", token_bytes=5 << 20)
+    group = SimpleNamespace(geometry=SimpleNamespace(parts=[part]))
+    pools = SimpleNamespace(device="cpu", groups=[group], largest_row_bytes=part.token_bytes)
+    settings = {"engine_id": "e", "control": {"insecure": True}}
+    assert _chunk_bytes(ConnectorConfig.from_mapping(settings), pools) == part.token_bytes
+    chosen = ConnectorConfig.from_mapping({**settings, "staging": {"chunk_bytes": 1 << 20}})
+    with pytest.raises(ConfigError, match=r"raise it, and staging\.budget_bytes"):
+        _chunk_bytes(chosen, pools)
