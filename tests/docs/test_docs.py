@@ -92,6 +92,19 @@ def test_every_file_that_the_architecture_names_exists():
     assert not missing
 
 
+def test_names_beside_files_in_the_architecture_are_in_these_files():
+    text = (ROOT / "ARCHITECTURE.md").read_text().partition("## Where a change goes")[2]
+    beside = re.findall(r"`([\w./]+\.py)` \(((?:[^()`]|`[^`]*`)*)\)", text)
+    assert beside
+    for file, within in beside:
+        folder = ROOT / "kvconnector"
+        source = (folder / file if "/" in file else folder / "session" / file).read_text()
+        for name in re.findall(r"`(\w+(?:\.\w+)?)`", within):
+            last = name.rpartition(".")[2]
+            wanted = rf"(?:def|class) {last}\b|^ +(?:self\.)?{last}\b.* ="
+            assert re.search(wanted, source, re.MULTILINE), name
+
+
 @pytest.mark.parametrize("block", blocks(*DATA), ids=str)
 def test_data_is_well_formed_and_configurations_are_valid(block):
     assert block.language, "no check knows a block without a language"
