@@ -5,6 +5,8 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from kvconnector.errors import TransportError
 from kvconnector.ids import new_secret
@@ -14,6 +16,7 @@ from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
 from tests.property import test_session_world as session_world
 from tests.property.deployments import Held
+from tests.support.examples import examples
 from tests.support.fakes import FakeEngine
 from tests.support.world import Offer
 
@@ -421,3 +424,64 @@ def test_an_exception_between_two_calls_of_a_handler_ends_that_request(
     """So what a handler has done is half of what it does."""
     deployment.raise_at_call(side, number)
     check(deployment, caplog, deployment.must_load)
+
+
+class RandomBugs(session_world.Deployment):
+    """The session world, in which any event, or any call that a session makes of links or the engine, may raise."""
+
+    left = None
+
+    def _start(self, index):
+        super()._start(index)
+        for worker in self.engines[index].workers:
+            driver = worker.driver
+            for session in (driver.producer, driver.consumer):
+                if session is not None:
+                    session._handle = self._surrounded(session._handle)
+            for port, names in (
+                (driver.ports.links, ("send", "open_link", "send_hello")),
+                (driver.ports.engine, ("begun", "finish_load", "release", "log_peer_met")),
+            ):
+                for name in names:
+                    setattr(port, name, self._preceded(getattr(port, name)))
+
+    def _raise_if_due(self):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Bug("at random")
+
+    def _preceded(self, call):
+        def called(*arguments):
+            self._raise_if_due()
+            call(*arguments)
+
+        return called
+
+    def _surrounded(self, handle):
+        def handled(event, now):
+            if not isinstance(event, ev.Tick):
+                self._raise_if_due()
+            handle(event, now)
+            if not isinstance(event, ev.Tick):
+                self._raise_if_due()
+
+        return handled
+
+    @rule(number=st.integers(0, 40))
+    def strike(self, number):
+        self.left = number
+
+    def _settle(self):
+        self.left = None
+        super()._settle()
+
+
+def _bugs(number):
+    case = type(f"Bugs{number}", (RandomBugs,), {}).TestCase
+    case.settings = examples(15, stateful_step_count=30)
+    return case
+
+
+TestBugs1, TestBugs2 = map(_bugs, (1, 2))
