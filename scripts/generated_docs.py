@@ -67,6 +67,13 @@ def errors() -> Iterator[str]:
         kinds += kind.__subclasses__()
 
 
+def fleet() -> Iterator[str]:
+    """Yield the table of public recipes by model."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    module = importlib.import_module("fleet")
+    yield module.table(*module.load())
+
+
 def prefill_pod() -> Iterator[str]:
     """Yield the prefill engine's part of a manifest."""
     text = (ROOT / "examples/launchers/pods.yaml").read_text(encoding="utf-8")
@@ -116,6 +123,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "messages": wire_messages,
     "program": program,
     "ranks": ranks,
+    "fleet": fleet,
     "pod": prefill_pod,
 }
 
