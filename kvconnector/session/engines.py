@@ -86,9 +86,10 @@ class RemoteEngines:
 
     def ready_at(self, link: Link) -> RemoteEngine | None:
         """Return the engine whose worker is at `link`, if it can be read from now."""
-        worker = link.there
-        is_ready = isinstance(worker, RemoteWorker) and worker.engine.is_ready
-        return worker.engine if is_ready else None
+        worker = link.peer
+        if isinstance(worker, RemoteWorker) and worker.engine.is_ready:
+            return worker.engine
+        return None
 
     def patience_s(self, engine: RemoteEngine) -> float:
         """Return the seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
@@ -119,11 +120,11 @@ class RemoteEngines:
         """Handle an event of a link. Events of closed links are stale and change nothing. An unexpected exception ends
         the links to the engine.
         """
-        there: RemoteEngine | RemoteWorker | None = event.link.there
-        if there is None:
+        peer = event.link.peer
+        worker = peer if isinstance(peer, RemoteWorker) else None
+        engine = peer if worker is None else worker.engine
+        if not isinstance(engine, RemoteEngine):
             return
-        worker = there if isinstance(there, RemoteWorker) else None
-        engine = there.engine if isinstance(there, RemoteWorker) else there
         guarded(partial(self.contain, engine, now), self._of_link, engine, worker, event, now)
 
     def _of_link(
@@ -250,7 +251,7 @@ class RemoteEngines:
             entry, link = entries[rank], Link(next(self._link_numbers))
             theirs = geometry.rank_geometry(rank)
             worker = RemoteWorker(engine, link, theirs, now, self._settings.timeout_s)
-            engine.workers[rank] = link.there = worker
+            engine.workers[rank] = link.peer = worker
             self._links.open_link(link, entry.control_address, entry.public_key, version)
             self._links.send_hello(link, segments.get(rank, ()))
 
@@ -365,7 +366,7 @@ class RemoteEngines:
     def _lose(self, engine: RemoteEngine, event: Any, error: KVConnectorError, now: float) -> None:
         engine.accept(event, now)
         error.context.setdefault("engine", engine.name.engine_id)
-        worker = None if isinstance(event, ev.Tick) else event.link.there
+        worker = None if isinstance(event, ev.Tick) else event.link.peer
         if isinstance(worker, RemoteWorker):
             error.context.setdefault("rank", str(worker.geometry.rank))
         engine.move(EngineState.BACKOFF)
@@ -397,7 +398,7 @@ class RemoteEngines:
             links.insert(0, engine.directory_link)
         # listed until they are closed: an exception in between must not leave one open
         for link in links:
-            link.there = None
+            link.peer = None
             self._links.close_link(link)
         engine.workers = {}
         engine.directory_link = None

@@ -11,7 +11,7 @@ class Link:
     """A control connection with a worker or a directory service, and all state that ends with it. `number` appears in
     texts: links that a session opens count up from 1, links that peers open have negative numbers.
 
-    *Used by the sessions:* `there` is the record of the peer at the other end, None once the session expects nothing
+    *Used by the sessions:* `peer` is the record of the other end, None once the session expects nothing
     more from it.
 
     *Used by the runtime:* both sides use the wire `version` in which the link was opened. `handle` is the open
@@ -25,7 +25,7 @@ class Link:
     """
 
     number: int
-    there: Any = None
+    peer: object = None
     handle: Any = None
     version: int = 0
     is_lost: bool = False

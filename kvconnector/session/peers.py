@@ -172,6 +172,11 @@ def _nbytes(event: EarlyEvent) -> int:
     return EVENT_BYTES + 64 * len(message.token_ranges) + blocks_bytes
 
 
+def _peer_at(link: Link) -> Peer | None:
+    """Return the consumer worker at `link`, if it has greeted us."""
+    return link.peer if isinstance(link.peer, Peer) else None
+
+
 class Peers:
     """All consumer workers of one producer worker. `reply` is the answer to those that are accepted. The `agenda` has
     the deadline of each, for `tick`. `on_lost` is called with each that is lost.
@@ -197,22 +202,22 @@ class Peers:
 
     def ready(self, link: Link) -> Peer | None:
         """Return the consumer worker at `link`, if it may read and confirm."""
-        peer: Peer | None = link.there
+        peer = _peer_at(link)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
     def end_send(self, send: Send) -> None:
         """Remove a send that is over. A lost peer is forgotten with its last one. Idempotent."""
-        peer: Peer | None = send.link.there
+        peer = _peer_at(send.link)
         if peer is not None and peer.sends.pop(send.read.read_id, None) is not None:
             self._forget_if_lost(peer)
 
     def _forget_if_lost(self, peer: Peer) -> None:
         if peer.is_lost and not peer.sends:
-            peer.link.there = None
+            peer.link.peer = None
 
     def keep_alive(self, link: Link, now: float) -> None:
         """Record that a message came on `link`, so the worker there is alive."""
-        peer: Peer | None = link.there
+        peer = _peer_at(link)
         if peer is not None:
             peer.last_message_at = now
 
@@ -223,14 +228,14 @@ class Peers:
     def contain(self, link: Link, now: float, error: Exception) -> None:
         """Give up a consumer worker after an unexpected exception, whatever that left half done."""
         self._engine.note_contained(f"link {link.number}", error)
-        peer: Peer | None = link.there
+        peer = _peer_at(link)
         if peer is not None:
             peer.force(_S.LOST, now)
             self._stop_all(peer)
         self._say_goodbye(link, failure_of(error))
 
     def _of_link(self, event: Any, now: float) -> None:
-        peer: Peer | None = event.link.there
+        peer = _peer_at(event.link)
         if isinstance(event, ev.FromPeer):
             self._greeted(peer, event, now)
         elif peer is None or peer.is_lost:
@@ -265,7 +270,8 @@ class Peers:
             self._lose(known, event, twice, now)
             return
         timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
-        peer = event.link.there = Peer(event.link, hello, now, timeout_s)
+        peer = Peer(event.link, hello, now, timeout_s)
+        event.link.peer = peer
         peer.accept(event, now)
         self._agenda.plan(peer, peer.deadline)
         try:

@@ -46,7 +46,7 @@ def are_apart(engines):
     *producers, consumers = [[worker.driver for worker in engine.workers] for engine in engines]
     links = [link for drivers in producers for driver in drivers for link in driver.links]
     return not any(
-        [link.there for link in links] + [driver.consumer._engines._engines for driver in consumers]
+        [link.peer for link in links] + [driver.consumer._engines._engines for driver in consumers]
     )
 
 

@@ -194,7 +194,7 @@ class Deployment(session_world.Deployment):
 
     def is_of_p0(self, link):
         """Returns True if a link is between the first producer and the consumer."""
-        peer = link.there
+        peer = link.peer
         engine = getattr(peer, "engine", peer)
         return link.number < 0 or (engine is not None and engine.name.engine_id == "p0")
 

@@ -232,7 +232,7 @@ def test_a_session_with_early_messages_is_garbage_collected():
     side = harness.producer()
     harness.welcome(side)
     side.handle(harness.follow())
-    session, peer = weakref.ref(side.session), weakref.ref(side.links[-1].there)
+    session, peer = weakref.ref(side.session), weakref.ref(side.links[-1].peer)
     del side
     gc.collect()
     assert session() is None
