@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
-from math import ceil
 from typing import Any
 
 from kvconnector.config import PeerConfig
@@ -351,8 +350,7 @@ class RemoteEngines:
         if engine.heartbeat_at <= now:
             limit = m.MAX_NAMED
             interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
-            num_heartbeats = ceil(len(loads.heartbeat_queue) / m.MAX_NAMED)
-            engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
+            engine.heartbeat_at = now + interval_s / loads.num_heartbeats
         if not limit:
             return
         # workers answer only after they have greeted us

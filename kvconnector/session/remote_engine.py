@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
@@ -23,6 +24,12 @@ from kvconnector.wire import versions
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
 """The shortest interval of heartbeats in seconds, no matter how short a peer's timeout or leases are."""
+
+
+MAX_NAMED_BYTES = 24 << 10
+"""The most bytes of transfers' names in a heartbeat: with the rest of them it fits into any peer's longest message."""
+LONGEST_NAME_BYTES = 2 << 10
+"""Of 512 characters."""
 
 
 class EngineState(StrEnum):
@@ -179,12 +186,14 @@ class EngineLoads:
     def __init__(self) -> None:
         self.heartbeat_queue: OrderedDict[Load, None] = OrderedDict()
         self.num_due_now = 0
+        self._names_bytes = 0
         self.fail_on_loss: dict[Load, None] = {}
         self._followed: dict[str, dict[Load, None]] = {}
 
     def add(self, load: Load) -> None:
         """Add a new load. If it is followed, a heartbeat that names it is due at once."""
         self.heartbeat_queue[load] = None
+        self._names_bytes += len(load.key.transfer_id.encode())
         if load.is_followed:
             self.heartbeat_queue.move_to_end(load, last=False)
             self.num_due_now += 1
@@ -196,6 +205,7 @@ class EngineLoads:
         if load not in self.heartbeat_queue:
             return
         del self.heartbeat_queue[load]
+        self._names_bytes -= len(load.key.transfer_id.encode())
         self.num_due_now = min(self.num_due_now, len(self.heartbeat_queue))
         self.fail_on_loss.pop(load, None)
         if load.is_followed:
@@ -204,6 +214,13 @@ class EngineLoads:
             if not same:
                 del self._followed[load.key.transfer_id]
 
+    @property
+    def num_heartbeats(self) -> int:
+        """Number of heartbeats that name all loads. Long names need more of them."""
+        # the last name of each may be the one that no longer fits
+        by_bytes = self._names_bytes / (MAX_NAMED_BYTES - LONGEST_NAME_BYTES)
+        return max(1, ceil(len(self.heartbeat_queue) / m.MAX_NAMED), ceil(by_bytes))
+
     def following(self, transfer_id: str) -> list[Load]:
         """Return the loads that follow one transfer."""
         return [*self._followed.get(transfer_id, ())]
@@ -211,13 +228,17 @@ class EngineLoads:
     def take_turn(
         self, limit: int, links: Collection[int]
     ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
-        """Return the next transfers that a heartbeat names, at most `limit`, and move them to the end: those to renew,
-        and the followed ones of which some worker at `links` has not reported yet.
+        """Return the next transfers that a heartbeat names, at most `limit` or `MAX_NAMED_BYTES`, and move them to the
+        end: those to renew, and the followed ones of which some worker at `links` has not reported yet.
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
+        left_bytes = MAX_NAMED_BYTES
         for _ in range(min(limit, len(self.heartbeat_queue))):
             load = next(iter(self.heartbeat_queue))
+            left_bytes -= len(load.key.transfer_id.encode())
+            if left_bytes < 0:
+                break
             self.heartbeat_queue.move_to_end(load)
             self.num_due_now = max(0, self.num_due_now - 1)
             key = load.key

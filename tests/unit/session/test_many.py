@@ -10,6 +10,7 @@ from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
+from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
 
@@ -54,6 +55,24 @@ def test_heartbeats_name_ten_thousand_requests_in_one_interval(side):
             side.handle(harness.heartbeat_reply(link, heartbeat.number))
     assert named == {"t", *[f"t{number}" for number in range(10_000)]}
     assert num_heartbeats <= -(-10_001 // m.MAX_NAMED) + 1
+
+
+def test_heartbeats_with_long_names_fit_into_any_peers_messages(side):
+    """A message that is too long would end the link, and with it all requests."""
+    (link,) = harness.connect(side)
+    names = {f"{number:04}" + "\u20ac" * 500 for number in range(300)}
+    for name in names:
+        key = m.TransferKey(transfer_id=name, secret=harness.SECRET)
+        side.handle(harness.want(name, key=key))
+    side.settle()
+    start, named = side.now, set()
+    while side.session.next_deadline() <= start + harness.HEARTBEAT_S:
+        side.now = max(side.now, side.session.next_deadline())
+        for heartbeat in harness.messages(side.tick(), m.Heartbeat):
+            assert len(encode(heartbeat)) < 32 << 10
+            named |= {key.transfer_id for key in heartbeat.transfers}
+            side.handle(harness.heartbeat_reply(link, heartbeat.number))
+    assert named >= names
 
 
 def test_follows_are_sent_at_once(side):
