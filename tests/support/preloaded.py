@@ -1,12 +1,9 @@
-"""The imports and compilations of the process that `tests.support.forked` forks from.
+"""The imports of the process that `tests.support.forked` forks from.
 
-No import here may start a thread or open a device.
+None may start a thread, load UCX, whose modules open devices, or initialise CUDA: a forked process could use neither.
 """
 
 import importlib
-
-from kvconnector_kernels.pump import copy_cpu
-from tests.support.libraries import has_ucx
 
 for module in (
     "kvconnector.bench.engine_process",
@@ -18,5 +15,3 @@ for module in (
     "tests.support.transport_suite",
 ):
     importlib.import_module(module)
-has_ucx()
-copy_cpu.compile_copy()
