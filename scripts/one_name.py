@@ -16,9 +16,8 @@ FOLDERS = ("kvconnector", "kernels")
 SAME = {
     "apply_writes": "a kernel and its oracle",
     "check_block_ids": "the pool's check, and the kernels' own of their arguments",
-    "compile_copy": "a kernel for a CPU, and for a GPU",
-    "compile_read": "a kernel for a CPU, and for a GPU",
     "gather_rows": "a kernel and its oracle",
+    "main": "entry points of command lines",
     "map_slots": "a kernel and its oracle",
     "register": "entry points that others name",
     "run": "entry points of benchmarks and of the command line",

@@ -90,22 +90,22 @@ _kvc_setup() {
   export PATH
   if ! _kvc_is_ready "$profile"; then
     echo "installing the $profile environment into $KVC_VENV ..." >&2
-    # The build back end first, so that its version is pinned too.
-    _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
+    _kvc_install "$KVC_ROOT[$extras]" || return 1
     _kvc_stamp "$profile"
   fi
-  [ "$profile" = check ] || _kvc_compile
+  _kvc_build
 }
 
-# Compiles the CPU kernels if they have changed, so that not every process of the first run does so in the middle of a test.
-_kvc_compile() {
-  local sources stamp="$KVC_VENV/.kvconnector-compiled"
-  sources="$(stat -c "%n %s %Y" "$KVC_ROOT"/kernels/kvconnector_kernels/*/*.py)"
-  [ "$(cat "$stamp" 2>/dev/null)" = "$sources" ] && return
-  echo "compiling the CPU kernels ..." >&2
-  "$KVC_VENV/bin/kvconnector" doctor >"$KVC_VENV/.kvconnector-doctor" || cat "$KVC_VENV/.kvconnector-doctor" >&2
-  echo "$sources" >"$stamp"
+# Installs the checkout. The build back end comes first, so that its version is pinned too, and a C compiler if there is none.
+_kvc_install() {
+  local compiler
+  compiler="$("$KVC_VENV/bin/python" "$KVC_ROOT/kernels/native/build.py" --requirements)"
+  # shellcheck disable=SC2086 # options and packages, one word each
+  _kvc_pip hatchling editables $compiler && _kvc_pip --no-build-isolation ${2:-} -e "$1"
 }
+
+# Compiles the C sources if they have changed since the checkout was installed.
+_kvc_build() { "$KVC_VENV/bin/python" "$KVC_ROOT/kernels/native/build.py"; }
 
 _kvc_pip() {
   "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_CONSTRAINTS" "$@"

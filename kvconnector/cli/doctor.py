@@ -205,7 +205,6 @@ def _versions() -> Iterator[Finding]:
         ("numpy", "the planner"),
         ("msgspec", "the wire"),
         ("pyzmq", "the control channel"),
-        ("numba", "the data path"),
         ("torch", "a cache on a GPU"),
         ("triton", "a cache on a GPU"),
     ):

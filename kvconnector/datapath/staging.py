@@ -67,11 +67,12 @@ class SlotPool:
         detached = f", {states.count(r.DETACHED)} without memory" if r.DETACHED in states else ""
         return f"<Slots {self.num_free} of {len(states)} free, {self.num_busy} busy{detached}>"
 
-    def attach(self, state: npt.NDArray[np.void], direction: str, fences: Fences) -> None:
+    def attach(self, state: r.State, direction: str, fences: Fences) -> None:
         """Let the loop's `state` use the slots as its "send_slots" or "recv_slots". Copies set the `fences`."""
         self._fences = fences
         self.rows["fence"] = addresses_of(fences)
-        state[direction], state[f"num_{direction}"] = self.rows.ctypes.data, len(self.rows)
+        setattr(state, direction, self.rows.ctypes.data)
+        setattr(state, f"num_{direction}", len(self.rows))
 
     @property
     def num_free(self) -> int:

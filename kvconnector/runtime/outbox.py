@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,14 +29,12 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
-
-if TYPE_CHECKING:
-    from kvconnector_kernels.pump.flag import FlagWait
+from kvconnector_kernels.pump.flag import wait_flag
 
 logger = logging.getLogger(__name__)
 
 MIN_SPIN_S = 1e-3
-"""Shortest spin in seconds that is worth compiling."""
+"""A shorter spin is not worth a call."""
 
 
 class Outbox:
@@ -54,13 +51,8 @@ class Outbox:
         self._bell = threading.Lock()
         """Acquired by `wait`, released by a report: an Event would take several locks in Python at each of them."""
         self._flag = np.zeros(1, np.int32)
-        """1 while it is filled, for `_spin`."""
-        self._spin_s = spin_s
-        self._spin: FlagWait | None = None
-        if spin_s >= MIN_SPIN_S:
-            from kvconnector_kernels.pump.flag import FlagWait
-
-            self._spin = FlagWait()
+        """1 while it is filled, for a thread that spins."""
+        self._spin_s = spin_s if spin_s >= MIN_SPIN_S else 0.0
         self._lock = threading.RLock()
         self._bugs = FoldedLog(logger)
         self._loads: dict[str, bool] = {}
@@ -289,8 +281,8 @@ class Outbox:
         report wakes one.
         """
         until_s = time.monotonic() + timeout_s
-        if self._spin is not None and not self.is_filled:
-            self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s))
+        if self._spin_s and not self.is_filled:
+            wait_flag(self._flag.ctypes.data, min(self._spin_s, timeout_s))
         while not self.is_filled:
             if not self._bell.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 break

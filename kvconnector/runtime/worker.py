@@ -134,7 +134,6 @@ class Worker:
                 cannot be used.
             TransportError: UCX cannot start.
         """
-        # not before: it loads numba, with which vLLM on a CPU cannot start a worker
         from kvconnector.runtime.driver_thread import DriverThread
 
         if self._was_registered:

@@ -69,9 +69,11 @@ def test_tests_to_copy_exist():
 def test_every_function_of_the_walk_exists():
     walk = (ROOT / "ARCHITECTURE.md").read_text().partition("## A walk")[2].partition("\n## ")[0]
     for word in re.findall(r"`([\w./]+)`", walk):
-        if word.endswith(".py"):
+        if word.endswith((".py", ".c")):
             folder = ROOT if word.startswith("kernels/") else ROOT / "kvconnector"
-            source = (folder / word).read_text()
+            source, is_c = (folder / word).read_text(), word.endswith(".c")
+        elif is_c:
+            assert re.search(rf"^\w.*\b{word}\(", source, re.MULTILINE), word
         else:
             of_class, _, name = word.rpartition(".")
             _, _, inside = source.partition(f"class {of_class}" if of_class else "import")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvconnector.datapath.pump import driver_lock
+from kvconnector.datapath.pump import pacing
 from kvconnector.runtime.driver import Driver
 from tests.integration.runtime_pair import arrives, same, until
 from tests.support import waiting
@@ -52,8 +52,8 @@ def test_an_engine_that_never_releases_the_gil_gets_its_blocks(engines, direct):
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     # the drivers' threads leave all pending work to the engines' threads, however late these come
-    for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
-        monkeypatch.setattr(driver_lock, name, round(DEADLINE_S * 1e9))
+    for name in ("OFFER_WORK_NS", "LONG_GIL_WAIT_NS"):
+        monkeypatch.setattr(pacing, name, round(DEADLINE_S * 1e9))
     p, d = engines("always")
     params = p.offer("r", [1, 2], 30)
 

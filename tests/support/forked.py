@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, numba and ucxx: these imports take a new interpreter seconds."""
+"""Processes forked from one that has imported torch and ucxx: these imports take a new interpreter seconds."""
 
 import asyncio
 import atexit

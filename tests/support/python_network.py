@@ -54,7 +54,7 @@ class PythonNetwork:
     def attach(self, datapath):
         """Let a data path's loop read the test's clock. Returns the data path."""
         datapath.state.now_ns = self._now_ns
-        datapath.state.record["clock_gettime"] = ctypes.cast(self._c_clock, ctypes.c_void_p).value
+        datapath.state.record.clock_gettime = ctypes.cast(self._c_clock, ctypes.c_void_p).value
         return datapath
 
     def _as_c(self, count, function):

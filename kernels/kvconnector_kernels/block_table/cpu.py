@@ -1,84 +1,37 @@
-"""Tables in host memory: compiled loops, one call per group, without the GIL."""
+"""Tables in host memory: C loops, one call per group, without the GIL. See kernels/native/block_table.c."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import ctypes
+
 import torch
-from numba import njit
 
-from kvconnector_kernels.block_table.operands import PAD_SLOT_ID, TableGeometry, TableSet
-
-
-@njit(nogil=True, cache=True)
-def _apply_writes(table, lengths, records, ids, group, ratio):
-    for write in range(records.shape[0]):
-        if records[write, 0] != group:
-            continue
-        row, start, count = records[write, 1], records[write, 2], records[write, 3]
-        offset, length = records[write, 4], records[write, 5]
-        for index in range(count):
-            for step in range(ratio):
-                table[row, (start + index) * ratio + step] = ids[offset + index] * ratio + step
-        if length >= 0:
-            lengths[row] = length * ratio
-
-
-@njit(nogil=True, cache=True)
-def _gather_rows(source, source_lengths, target, target_lengths, rows):
-    for batch_row in range(rows.shape[0]):
-        row = rows[batch_row]
-        length = source_lengths[row] if 0 <= row < source.shape[0] else 0
-        for column in range(length):
-            target[batch_row, column] = source[row, column]
-        for column in range(length, target_lengths[batch_row]):
-            target[batch_row, column] = 0
-        target_lengths[batch_row] = length
-
-
-@njit(nogil=True, cache=True)
-def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, place):
-    """`block_sizes`: of the allocator and of kernels; `place`: a row of `TableGeometry.places`."""
-    block_size, kernel_block_size = block_sizes
-    world_size, rank, interleave_tokens, row_tokens, is_ring = place
-    slots_per_block = kernel_block_size // row_tokens
-    virtual_block = block_size * world_size
-    ratio = block_size // kernel_block_size
-    num_reqs = query_start_loc.shape[0] - 1
-    for request in range(num_reqs):
-        end = min(query_start_loc[request + 1], positions.shape[0])
-        for token in range(query_start_loc[request], end):
-            position = positions[token]
-            if is_ring and position >= 0:
-                position %= block_size
-            block, offset = position // virtual_block, position % virtual_block
-            turn, at = offset // interleave_tokens, offset % interleave_tokens
-            local_offset = turn // world_size * interleave_tokens + at
-            column = block * ratio + local_offset // kernel_block_size
-            slot = PAD_SLOT_ID
-            is_ours = turn % world_size == rank and (position + 1) % row_tokens == 0
-            if position >= 0 and is_ours and column < lengths[request]:
-                slot = table[request, column] * slots_per_block
-                slot += local_offset % kernel_block_size // row_tokens
-            slots[token] = slot
-    for token in range(min(query_start_loc[num_reqs], positions.shape[0]), slots.shape[0]):
-        slots[token] = PAD_SLOT_ID
+from kvconnector_kernels.block_table.operands import TableGeometry, TableSet
+from kvconnector_kernels.library import releasing
+from kvconnector_kernels.pump.records import TokenShare
 
 
 def apply_writes(
     tables: TableSet, geometry: TableGeometry, records: torch.Tensor, ids: torch.Tensor
 ) -> None:
     """`BlockTableKernels.apply_writes`."""
-    staged = records.numpy(), ids.numpy()
+    records, ids = _vector(records, torch.int32), _vector(ids, torch.int32)
+    staged = records.data_ptr(), len(records), ids.data_ptr()
     ratios = (geometry.block_sizes // geometry.kernel_block_sizes).tolist()
     for group, ratio in enumerate(ratios):
-        _apply_writes(*_arrays(tables, group), *staged, group, ratio)
+        table, width, lengths = _table(tables, group)
+        releasing.kvc_apply_writes(table, width, lengths, *staged, group, ratio)
 
 
 def gather_rows(source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
     """`BlockTableKernels.gather_rows`."""
+    rows = _vector(rows, torch.int32)
     for group in range(source.num_groups):
-        _gather_rows(*_arrays(source, group), *_arrays(target, group), rows.numpy())
+        table, width, lengths = _table(source, group)
+        releasing.kvc_gather_rows(
+            *(table, width, source.num_rows, lengths),
+            *(*_table(target, group), rows.data_ptr(), len(rows)),
+        )
 
 
 def map_slots(
@@ -89,13 +42,39 @@ def map_slots(
     slots: torch.Tensor,
 ) -> None:
     """`BlockTableKernels.map_slots`."""
-    tokens = query_start_loc.numpy(), positions.numpy()
+    starts, positions = _vector(query_start_loc, torch.int32), _vector(positions, torch.int64)
+    tokens = starts.data_ptr(), len(starts) - 1, positions.data_ptr(), len(positions)
     sizes = zip(geometry.block_sizes.tolist(), geometry.kernel_block_sizes.tolist(), strict=True)
-    for group, block_sizes in enumerate(sizes):
-        place = tuple(geometry.places[group].tolist())
-        _map_slots(*_arrays(batch, group), *tokens, slots[group].numpy(), block_sizes, place)
+    for group, (block_sizes, place) in enumerate(zip(sizes, geometry.places.tolist(), strict=True)):
+        table, width, lengths = _table(batch, group)
+        found = _written(slots[group], torch.int64)
+        share = TokenShare(*block_sizes, *place)
+        releasing.kvc_map_slots(
+            *(table, width, lengths, *tokens),
+            *(found.data_ptr(), len(found), ctypes.byref(share)),
+        )
 
 
-def _arrays(tables: TableSet, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return a group's table and the lengths of its rows."""
-    return tables.tables[group].numpy(), tables.lengths[group].numpy()
+def _vector(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an operand that is read, contiguous. Raises ValueError: it is of another type, or not in host memory."""
+    if numbers.dtype != dtype or numbers.device.type != "cpu":
+        raise ValueError(
+            f"a block table's operand is {dtype} on cpu, not {numbers.dtype} on {numbers.device}"
+        )
+    return numbers.contiguous()
+
+
+def _written(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an operand that is written. Raises ValueError: it is not contiguous, or see `_vector`."""
+    if not numbers.is_contiguous():
+        raise ValueError(
+            f"a block table's operand of shape {tuple(numbers.shape)} is not contiguous"
+        )
+    return _vector(numbers, dtype)
+
+
+def _table(tables: TableSet, group: int) -> tuple[int, int, int]:
+    """Return the address and the width of a group's table, and the address of the lengths of its rows."""
+    table = _written(tables.tables[group], torch.int32)
+    lengths = _written(tables.lengths[group], torch.int32)
+    return table.data_ptr(), table.shape[1], lengths.data_ptr()

@@ -1,24 +1,27 @@
-"""The pump's records of int64, by name in numpy and in compiled code, and the constants in them.
+"""The library's structs and constants as Python sees them: the mirror of kernels/native/kvc.h, which describes them.
 
-`SEND`, `RECEIVE` and `READ` are programs, one per transfer; a `SLOT` is a piece of staging memory; one `STATE` is all
-of a pump: its settings and counters, C functions, and where the others are. The writer of a field is in brackets: C is
-the caller between two runs, P the pump. Without brackets both write it.
+`SEND`, `RECEIVE` and `READ` are programs, one per transfer; a `SLOT` is a piece of staging memory: these stand in
+arrays of numpy's, since Python writes whole rows. `State` is all of a loop: its settings and counters, C functions, and
+where the others are. Fields of other threads' and of pointers are numbers here.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+import ctypes
+from ctypes import c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any, cast
 
 import numpy as np
 
-# Phases of a program [P]: a free record is `VACANT`, which the caller sets.
+from kvconnector_kernels.library import check_mirror
+
+# Phases of a program: a free record is `VACANT`, which the caller sets.
 VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
 
-# Why a program failed [P]. `error_value` is a UCX status, the status of a copy or of a read, or the bytes of a message.
+# Why a program failed. `error_value` is a UCX status, the status of a copy or of a read, or the bytes of a message.
 NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR, READ_ERROR = 0, 1, 2, 3, 4
 
-# States of a slot [P]. The caller takes a `FAILED` one, whose message may still be read; a `DETACHED` one lacks memory.
+# States of a slot. The caller takes a `FAILED` one, whose message may still be read; a `DETACHED` one lacks memory.
 FREE, COPYING, PACKED, POSTED, ARRIVED, FAILED, DETACHED = 0, 1, 2, 3, 4, 5, 6
 
 # Who owns the lock, and so may touch the records.
@@ -31,16 +34,298 @@ MORE, ALL = -1, 0
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3
 
+CALL_BYTES = 1 << 20
+"""A call of a read on the CPU copies about this many bytes, or one piece. Control messages wait for it: about a tenth
+of a millisecond."""
+MAX_PARAMS = 40
+"""Most parameters of a kernel."""
+ENTRIES_PER_BUCKET = 8
+"""Of a lease board."""
+DIGEST_BYTES = 8
+CORRUPTED = 1 << 16
+"""The error of a damaged chunk; no `CUresult` is as large."""
+NUM_NOTES, NOTE_BYTES = 256, 256
+"""Messages of UCX's log that are kept until they are read, and the bytes of each."""
+_LINE_BYTES = 64
 
-def record_of(*names: str) -> np.dtype[np.void]:
-    """Make a record of int64 fields."""
+
+def _numbers(names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int64) for name in names.split()]
+
+
+def _pointers(names: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in names.split()]
+
+
+class Part(ctypes.Structure):
+    """A row of a part table: address and byte strides."""
+
+    _fields_ = (*_pointers("base"), *_numbers("block_stride head_stride token_stride dim_stride"))
+
+
+class SideRecord(ctypes.Structure):
+    """A window into pools; `parts` is null for a chunk's slot."""
+
+    _fields_ = (
+        *_pointers("parts block_ids"),
+        *_numbers("block_size head_start token_start run_tokens step_tokens skip_tokens"),
+    )
+
+
+class CopyJob(ctypes.Structure):
+    """The same heads and tokens of some parts, from one side to the other, in host memory."""
+
+    _fields_ = (
+        *_numbers("nbytes num_parts num_heads num_tokens head_dim item_bytes is_streamed"),
+        *_numbers("part_stride"),
+        ("slot", Part),
+        ("src", SideRecord),
+        ("dst", SideRecord),
+    )
+
+
+class CopyRead(ctypes.Structure):
+    """A read of a peer's pools in host memory. Its jobs follow it."""
+
+    _fields_ = (*_numbers("num_jobs next_piece piece_bytes num_helpers"),)
+
+
+class Crew(ctypes.Structure):
+    """Threads that help with a read."""
+
+    _fields_ = (*_pointers("read fence"), ("is_closed", c_uint32), ("eventfd", c_int32))
+
+
+class CudaJob(ctypes.Structure):
+    """A launch: of the kernel's parameters one is the slot's address."""
+
+    _fields_ = (
+        *_numbers("nbytes"),
+        *_pointers("function"),
+        *_numbers("num_programs num_threads shared_bytes num_params slot_param"),
+        *_pointers("stream"),
+        ("params", c_int64 * MAX_PARAMS),
+    )
+
+
+class Cuda(ctypes.Structure):
+    """The CUDA driver's functions."""
+
+    _fields_ = (*_pointers("launch_kernel write_value memcpy_to_device"),)
+
+
+class CudaRead(ctypes.Structure):
+    """A read of a peer's pools on a GPU. Its jobs follow it."""
+
+    _fields_ = (
+        *_numbers("num_jobs"),
+        ("ids_there", c_uint64),
+        *_pointers("ids_here"),
+        *_numbers("ids_bytes"),
+        *_pointers("stream"),
+    )
+
+
+class LaunchRecord(ctypes.Structure):
+    """A launch of one part, from which the jobs of a span are made: indices of a job's words, and its tiles."""
+
+    _fields_ = (
+        *_numbers("src_ids dst_ids src_part dst_part num_tiles num_token_tiles"),
+        *_numbers("lead_tokens tile_tokens tiles_beside"),
+    )
+
+
+class SpanRecord(ctypes.Structure):
+    """What differs between a launch and the jobs of a span."""
+
+    _fields_ = (
+        *_numbers("src_further dst_further more_tokens num_tokens src_ids dst_ids"),
+        *_numbers("src_part dst_part stream part_bytes max_programs max_uncapped_bytes"),
+    )
+
+
+_PROGRAM = (
+    *_numbers("phase stopped"),
+    *_pointers("jobs"),
+    *_numbers("error_kind error_value error_chunk"),
+)
+_CHUNKS = _numbers("first_tag num_chunks window next_chunk num_posted num_copying")
+
+
+class SendRecord(ctypes.Structure):
+    """A program: see kvc.h."""
+
+    _fields_ = (
+        *_PROGRAM,
+        *_CHUNKS,
+        *_pointers("endpoint"),
+        *_numbers("num_in_flight owner packing_ns packed_ns sending_ns sent_ns"),
+    )
+
+
+class ReceiveRecord(ctypes.Structure):
+    """A program: see kvc.h."""
+
+    _fields_ = (
+        *_PROGRAM,
+        *_CHUNKS,
+        *_numbers("started_ns ended_ns limit num_unpacked arriving_ns arrived_ns"),
+    )
+
+
+class ReadRecord(ctypes.Structure):
+    """A program: see kvc.h."""
+
+    _fields_ = (
+        *_PROGRAM,
+        *_numbers("started_ns ended_ns"),
+        *_pointers("function context"),
+        *_numbers("num_calls all_begun"),
+        *_pointers("fence"),
+        *_numbers("fence_value"),
+    )
+
+
+class SlotRecord(ctypes.Structure):
+    """A piece of staging memory."""
+
+    _fields_ = (
+        *_numbers("state program chunk"),
+        *_pointers("request address fence"),
+        *_numbers("fence_value length owner"),
+    )
+
+
+class Run(ctypes.Structure):
+    """How long an owner's run may take, and which descriptors end it."""
+
+    _fields_ = (*_numbers("owner limit_ns"), *_pointers("poll_fds"), *_numbers("num_fds"))
+
+
+def _on_lines(*names: str) -> list[tuple[str, Any]]:
+    """Return words on cache lines of their own."""
+    fields: list[tuple[str, Any]] = []
+    for name in names:
+        fields += [(name, c_uint32), (f"_after_{name}", c_char * (_LINE_BYTES - 4))]
+    return fields
+
+
+class Lock(ctypes.Structure):
+    """The words of the driver lock. `aligned_lock` makes one."""
+
+    _fields_ = (*_on_lines("owner", "pending", "looping", "inline_thread"),)
+
+
+class TagInfo(ctypes.Structure):
+    """`ucp_tag_recv_info_t`."""
+
+    _fields_ = (("tag", c_uint64), ("length", c_uint64))
+
+
+class State(ctypes.Structure):
+    """All of a loop."""
+
+    _fields_ = (
+        *_pointers("sends receives reads send_slots recv_slots"),
+        *_numbers("num_sends num_receives num_reads num_send_slots num_recv_slots"),
+        *_pointers("runs"),
+        *_numbers("entering wants_slots return_by_ns"),
+        *_pointers("copy copy_context"),
+        *_numbers("job_bytes"),
+        *_pointers("digest digest_room copy_to_host copy_to_device"),
+        *_numbers("spin_after_work_ns look_at_fds_ns pause_between_passes_ns hold_report_ns"),
+        *_numbers("offer_work_ns"),
+        *_pointers("begin begin_argument worker worker_progress worker_arm tag_send tag_recv"),
+        *_pointers("tag_probe request_status request_free request_cancel recv_test send_param"),
+        *_pointers("recv_param recv_info"),
+        ("control_tag", c_uint64),
+        *_pointers("clock_gettime usleep wake_fd lock"),
+        *_numbers("send_turn read_turn num_inline moved_ns complete_ns pending_ns yield_gil_us"),
+        *_numbers("left_loop_ns shared_gil_ns"),
+    )
+
+
+class BoardEntry(ctypes.Structure):
+    """A lease on a lease board."""
+
+    _fields_ = (
+        ("key", c_uint32 * 4),
+        *((name, c_int32) for name in ("expected", "ready", "num_tokens", "ahead")),
+    )
+
+
+class Note(ctypes.Structure):
+    """A message of UCX's log. `number` is written last, and is one more than the messages before it."""
+
+    _fields_ = (
+        ("number", c_uint64),
+        *_pointers("file function"),
+        ("line", c_uint64),
+        ("leaks_expected", c_uint64),
+        ("text", c_char * NOTE_BYTES),
+    )
+
+
+class Log(ctypes.Structure):
+    """The memory of the handler of UCX's log. `leaks_expected` counts who expects messages about leaks."""
+
+    _fields_ = (("count", c_uint64), ("leaks_expected", c_uint64), ("notes", Note * NUM_NOTES))
+
+
+class Listeners(ctypes.Structure):
+    """The memory of the function in place of accept(2): the first descriptor that it refuses, and its refusals."""
+
+    _fields_ = (("ceiling", c_uint64), ("refused", c_uint64), ("failed", c_uint64))
+
+
+class TokenShare(ctypes.Structure):
+    """Which of a request's tokens are in a group's table on this rank: see `TableGeometry`."""
+
+    _fields_ = (
+        *_numbers("block_size kernel_block_size world_size rank interleave_tokens"),
+        *_numbers("row_tokens is_ring"),
+    )
+
+
+check_mirror(
+    [
+        ("part", Part),
+        ("side", SideRecord),
+        ("copy_job", CopyJob),
+        ("copy_read", CopyRead),
+        ("crew", Crew),
+        ("cuda_job", CudaJob),
+        ("cuda", Cuda),
+        ("cuda_read", CudaRead),
+        ("launch", LaunchRecord),
+        ("span", SpanRecord),
+        ("send", SendRecord),
+        ("receive", ReceiveRecord),
+        ("read", ReadRecord),
+        ("slot", SlotRecord),
+        ("run", Run),
+        ("lock", Lock),
+        ("tag_info", TagInfo),
+        ("state", State),
+        ("board_entry", BoardEntry),
+        ("note", Note),
+        ("log", Log),
+        ("listeners", Listeners),
+        ("token_share", TokenShare),
+    ]
+)
+
+
+def record_of(struct: type[ctypes.Structure]) -> np.dtype[np.void]:
+    """Return a struct whose fields all have 8 bytes as a numpy record of int64, pointers too."""
+    names = [name for name, *_ in struct._fields_]
+    assert ctypes.sizeof(struct) == 8 * len(names)
     return np.dtype([(name, np.int64) for name in names])
 
 
-@lru_cache
-def offset_of(record: np.dtype[np.void], name: str) -> int:
-    """Bytes before a field."""
-    return int(record.fields[name][1])  # type: ignore[index]  # a record has fields
+SEND, RECEIVE, READ, SLOT = map(record_of, (SendRecord, ReceiveRecord, ReadRecord, SlotRecord))
+ARRAYS = {"sends": SEND, "receives": RECEIVE, "reads": READ, "send_slots": SLOT, "recv_slots": SLOT}
+"""The arrays that a state has the addresses and the lengths of."""
 
 
 def numbers_of(records: Any) -> memoryview[int]:
@@ -49,144 +334,22 @@ def numbers_of(records: Any) -> memoryview[int]:
     return found
 
 
-def index_of(record: np.dtype[np.void], name: str) -> int:
-    """Return a field's index among the numbers of a record."""
-    return offset_of(record, name) // 8
+def word_of(struct: type[ctypes.Structure], *path: str) -> int:
+    """Return the index of a field, or of a field of a field, among the 8-byte words of a struct."""
+    offset, within = 0, cast("Any", struct)
+    for name in path:
+        offset += getattr(within, name).offset
+        (within,) = (kind for field, kind, *_ in within._fields_ if field == name)
+    return offset // 8
 
 
-PAGED_SIDE = (
-    "rows",  # of a part table in host memory, from the copy's first part on; then its window
-    "block_ids",
-    "block_size",
-    "head_start",
-    "token_start",
-    "run_tokens",
-    "step_tokens",
-    "skip_tokens",
-)
-_PROGRAM = (
-    "phase",
-    "stopped",  # begin nothing new
-    "jobs",  # [C] address of what is to be copied
-    "error_kind",
-    "error_value",
-    "error_chunk",
-)
-_CHUNKS = (
-    "first_tag",  # [C] tag of chunk 0
-    "num_chunks",  # [C]
-    "window",  # [C] most chunks in slots at a time
-    "next_chunk",  # [P] the next to be packed, or whose receive is to be posted
-    "num_posted",  # [P] sends: posted so far; receives: posted now
-    "num_copying",  # [P] slots being packed, or packed and not posted; being unpacked
-)
-_TIMES = ("started_ns", "ended_ns")  # [P]
+def num_words(struct: type[ctypes.Structure]) -> int:
+    """Return the number of 8-byte words of a struct."""
+    return ctypes.sizeof(struct) // 8
 
-SEND = record_of(
-    *_PROGRAM,
-    *_CHUNKS,
-    "endpoint",  # [C] 0 once it is gone
-    "num_in_flight",
-    "owner",  # [C] whatever the caller wants to find on the slots in flight
-    "packing_ns",  # [P] when the first chunk began to be packed; 0: none did. Then when the last one was
-    "packed_ns",
-    "sending_ns",  # [P] when the first chunk was posted; when UCX had finished with the last one
-    "sent_ns",
-)
-RECEIVE = record_of(
-    *_PROGRAM,
-    *_CHUNKS,
-    *_TIMES,
-    "limit",  # chunks that the peer sends
-    "num_unpacked",  # [P]
-    "arriving_ns",  # [P] when the first chunk arrived, and began to be unpacked; when the last one did
-    "arrived_ns",
-)
-READ = record_of(
-    *_PROGRAM,
-    *_TIMES,
-    "function",  # [C] int64 function(context, jobs, fence address, fence value); see `ALL`
-    "context",  # [C]
-    "num_calls",  # [P]
-    "all_begun",  # [P] nothing is left to begin
-    "fence",  # [C] address of a 32-bit flag that is set when everything is done
-    "fence_value",
-)
-SLOT = record_of(
-    "state",
-    "program",  # [P] index of the program; -1 if that is over and only the network still has the slot
-    "chunk",  # [P]
-    "request",  # [P] UCX's, while posted
-    "address",  # [C]
-    "fence",  # [C] address of a 32-bit flag that the copy sets
-    "fence_value",  # [P]
-    "length",  # [P] bytes of the message that arrived
-    "owner",  # [P] that of the send, for as long as UCX has the slot
-)
 
-RUN = record_of(  # [C]
-    "owner",  # `DRIVER` or `INLINE`
-    "limit_ns",  # how long it may take; below 0: a single pass
-    "poll_fds",  # pollfd array: UCX's descriptor, the eventfd of `wake_fds` or -1, then those of the caller
-    "num_fds",  # of the whole array
-)
-
-ARRAYS = {"sends": SEND, "receives": RECEIVE, "reads": READ, "send_slots": SLOT, "recv_slots": SLOT}
-"""The arrays that a state has the addresses and the lengths of. [C]"""
-
-STATE = record_of(
-    *ARRAYS,
-    *(f"num_{name}" for name in ARRAYS),
-    "runs",  # [C] address of one `RUN` for each owner: the driver's rests while another takes place inline
-    "entering",  # [C] the owner who begins a run
-    "wants_slots",  # [C] return once a receive slot is free
-    "return_by_ns",  # [C] the driver's thread returns then at the latest; 0: when its own time is over
-    # settings [C]
-    "copy",  # int64 copy(context, job, slot address, fence address, fence value); 0 if it was begun
-    "copy_context",
-    "job_bytes",  # a job begins with its chunk's bytes
-    "digest",  # uint64 digest(address, bytes) of a chunk; 0: chunks have none, see `digests`
-    "digest_room",  # pinned host memory that a GPU's chunk is copied to for that; 0 where chunks are in host memory
-    "copy_to_host",  # CUresult copy(to, from, bytes), which waits
-    "copy_to_device",
-    "spin_ns",  # how long to spin after something moved, before sleeping
-    "look_ns",  # between two looks at the descriptors
-    "pause_ns",  # between two looks at what is under way, while nothing moves
-    "patience_ns",  # how long a complete send waits to be reported together with something else: nobody waits for it
-    "grace_ns",  # how long pending work is left to others before the driver's thread returns
-    "begin",  # called with `begin_argument` at the start of each run, if not 0
-    "begin_argument",
-    # C functions [C], the objects they take, and memory for what they return
-    "worker",
-    "worker_progress",
-    "worker_arm",
-    "tag_send",
-    "tag_recv",
-    "tag_probe",
-    "request_status",
-    "request_free",
-    "request_cancel",
-    "recv_test",
-    "send_param",
-    "recv_param",
-    "recv_info",  # ucp_tag_recv_info_t: tag, length
-    "control_tag",  # the bits of a tag of messages that are for the caller, to whom the loop returns
-    "clock_gettime",
-    "poll",
-    "usleep",
-    "read",
-    "write",
-    "wake_fds",  # pollfd of the eventfd that wakes the driver: the lock is free, or something is pending
-    "one",  # address of the int64 that adds one to an eventfd
-    "lock",  # address of a `driver_lock.LOCK`
-    # counters
-    "send_turn",  # [P] the send whose turn it is
-    "read_turn",  # [P] the read whose turn it is
-    "num_inline",  # [C] how often progress was made inline
-    "moved_ns",  # when there was work last
-    "complete_ns",  # [P] since when a send is complete that the caller has not seen; 0 if none is
-    "pending_ns",  # [P] since when something is pending; 0 if nothing is
-    "leave_us",  # [C] how long the driver's thread leaves GIL and lock to others after a run that was shorter
-    "left_ns",  # [P] when the driver's thread returned, to wait for the GIL
-    "taken_ns",  # [C] when it had the GIL after others could have it
-)
+def aligned_lock() -> Lock:
+    """Return a new driver lock, on cache lines of its own."""
+    memory = bytearray(ctypes.sizeof(Lock) + _LINE_BYTES)
+    start = ctypes.addressof(c_char.from_buffer(memory))
+    return Lock.from_buffer(memory, -start % _LINE_BYTES)

@@ -1,8 +1,8 @@
 """Re-layout of KV caches: any block size, layout and head range to any other, fused into one copy.
 
-`relayout` copies between paged pools and dense chunks on the CPU (numba) or a GPU (one Triton launch). `naive` is the
-oracle that both must equal. Importing this package needs only numpy: numba, torch and Triton are imported when they are
-first needed.
+`relayout` copies between paged pools and dense chunks on the CPU (C) or a GPU (one Triton launch). `naive` is the
+oracle that both must equal. Importing this package needs only numpy: torch and Triton are imported when they are first
+needed.
 """
 
 from __future__ import annotations

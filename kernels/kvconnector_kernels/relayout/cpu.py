@@ -1,15 +1,13 @@
-"""Re-layout in host memory: the pump's compiled copy in the caller's thread, without the GIL."""
+"""Re-layout in host memory: the loop's copy in the caller's thread, without the GIL."""
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from functools import cache
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
-from kvconnector_kernels.pump.copy_cpu import compile_copy, job_of
+from kvconnector_kernels.pump.copy_cpu import copy, job_of
 from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.sides import (
     CopyCounts,
@@ -43,11 +41,4 @@ def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
     # the last word is the flag that the copy sets; numpy takes longer to make arrays and to say where they are
     job = array("q", (*job_of(src, dst, geometry, is_streamed=is_streamed), 0))
     address, num_words = job.buffer_info()
-    _copy()(0, address, slot, address + 8 * num_words - 8, 1)
-
-
-@cache
-def _copy() -> Any:
-    """Return the compiled copy as a Python function, which releases the GIL."""
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
-    return prototype(compile_copy().address)
+    copy(0, address, slot, address + 8 * num_words - 8, 1)

@@ -11,7 +11,7 @@ def relayout(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
     """Copy `[num_parts, num_heads, num_tokens, head_dim]` items from `src` to `dst`, whatever their layouts. At least
     one side is paged.
 
-    Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (numba, no
+    Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (C, no
     GIL); on `cuda:N` it is one launch on the current stream, and both sides must stay alive until that has run.
 
     The two sides must not overlap in memory, and a block must not occur twice in the written range of the destination.

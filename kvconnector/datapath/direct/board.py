@@ -14,7 +14,7 @@ between: an entry is cleared before its blocks are written again, and no key is 
 
 *Why no entry is valid too early.* Clearing an entry leaves `expected` at zero. A new `expected` differs from the
 `ready` that the entry still has, and an entry whose last `ready` is still to be written is not given to another lease.
-`kvconnector_kernels.pump.board` defines the order in which the words of one change become visible.
+kernels/native/board.c defines the order in which the words of one change become visible.
 
 *Blocking.* Only `close` blocks: it waits for writes in a stream, with a deadline.
 """
@@ -22,7 +22,6 @@ between: an entry is cleared before its blocks are written again, and no key is 
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -38,14 +37,13 @@ from kvconnector_kernels.pump.board import (
     ENTRY_BYTES,
     claim,
     clear,
-    look_up,
+    look_up_lease,
     write,
 )
-from kvconnector_kernels.pump.records import offset_of
+from kvconnector_kernels.pump.records import BoardEntry
 
 logger = logging.getLogger(__name__)
 
-_KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB. If a lease's bucket is full, it is read packed; nothing else changes."""
 
@@ -62,7 +60,7 @@ def is_valid(
     """Returns True if a lease's blocks hold its tokens up to `token_stop` in the layers below `layer_stop` right now,
     as the board at this address says.
     """
-    num_tokens, ahead = look_up(address, num_buckets, _KEY.unpack(key))
+    num_tokens, ahead = look_up_lease(address, num_buckets, key)
     if num_tokens < 0 or num_tokens >= token_stop:
         return bool(num_tokens >= 0)
     watermark = Watermark(num_tokens, *divmod(ahead, MAX_AHEAD_LAYERS))
@@ -110,8 +108,8 @@ class LeaseBoard:
             self._write("num_tokens", self._published[key], num_tokens)
             self._write("ahead", self._published[key], ahead)
             return True
-        words = _KEY.unpack(key)
-        first = (words[0] & (self.num_buckets - 1)) * ENTRIES_PER_BUCKET
+        bucket = int.from_bytes(key[:4], "little") & (self.num_buckets - 1)
+        first = bucket * ENTRIES_PER_BUCKET
         for index in range(first, first + ENTRIES_PER_BUCKET):
             # an entry whose last `ready` is still to be written could be validated by it
             if self._is_taken[index] or int(self._entries[index]["ready"]) != self._issued[index]:
@@ -120,7 +118,7 @@ class LeaseBoard:
             expected = int(self._issued[index]) % _MAX_EXPECTED + 1
             self._issued[index] = expected
             self._published[key] = index
-            claim(self.address + index * ENTRY_BYTES, words, expected)
+            claim(self.address + index * ENTRY_BYTES, key, expected)
             # in this order: a former lease's number may still be on its way
             self._write("num_tokens", index, num_tokens)
             self._write("ahead", index, ahead)
@@ -149,5 +147,5 @@ class LeaseBoard:
         self.memory.close()
 
     def _write(self, field: str, index: int, value: int) -> None:
-        address = self.address + index * ENTRY_BYTES + offset_of(ENTRY, field)
+        address = self.address + index * ENTRY_BYTES + getattr(BoardEntry, field).offset
         (write if self._writer is None else self._writer.write)(address, value)

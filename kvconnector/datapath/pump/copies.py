@@ -8,6 +8,7 @@ turn spans into jobs, which compiled functions carry out.
 
 from __future__ import annotations
 
+import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -27,7 +28,7 @@ from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.reads import RankRead
-from kvconnector_kernels.pump.digests import DIGEST_BYTES
+from kvconnector_kernels.pump.records import DIGEST_BYTES, num_words
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -61,11 +62,6 @@ def address_of(words: Words) -> int:
     return address
 
 
-def words_of(rows: npt.NDArray[np.void]) -> Words:
-    """View records as rows of numbers: numpy copies records field by field, which takes longer than a small read."""
-    return rows.view(np.int64).reshape(len(rows), rows.dtype.itemsize // 8)
-
-
 SHARE_OF_MULTIPROCESSORS = 2
 """Copies on half of the multiprocessors reach 98 % of NVLink's speed, and decode kernels beside them make three times
 as many steps as beside copies on all. With fewer, transfers are slower and kernels hardly faster.
@@ -89,15 +85,15 @@ class Copies:
     """
 
     function: int
-    """The `copy` of the loop's `STATE`."""
+    """The `copy` of the loop's `State`."""
     read_function: int
     """The `function` of direct reads, see `records.READ`."""
     context: int = 0
     """The first argument of both functions."""
     begin: tuple[int, int] = (0, 0)
     """A function that each run calls first, and its argument; 0 for none."""
-    job: np.dtype[np.void]
-    """The record of a chunk in `Jobs`."""
+    job: type[ctypes.Structure]
+    """The record of a chunk in `Jobs`, which begins with its `nbytes`."""
     on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
     """The way in which this worker reaches a peer's pools, as words for the log."""
@@ -147,10 +143,9 @@ class Copies:
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
         """Make jobs for a read that copies nothing, but receives the chunks that its producer may send."""
-        rows = np.zeros(source.num_chunks, self.job)
+        words = np.zeros((source.num_chunks, num_words(self.job)), np.int64)
         nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
-        rows["nbytes"] = np.minimum(nbytes, slot_bytes)
-        words = words_of(rows)
+        words[:, 0] = np.minimum(nbytes, slot_bytes)
         return address_of(words), None, words
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:

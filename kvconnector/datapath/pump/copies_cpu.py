@@ -21,17 +21,15 @@ from kvconnector.datapath.pump.copies import (
 from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.reads import RankRead
-from kvconnector_kernels.pump.copy_cpu import (
-    CALL_BYTES,
-    JOB,
-    READ,
-    ROW_BYTES,
-    compile_copy,
-    compile_read,
-    job_of,
+from kvconnector_kernels.pump.copy_cpu import CALL_BYTES, COPY, READ, ROW_BYTES, job_of
+from kvconnector_kernels.pump.records import (
+    DIGEST_BYTES,
+    CopyJob,
+    CopyRead,
+    SideRecord,
+    num_words,
+    word_of,
 )
-from kvconnector_kernels.pump.digests import DIGEST_BYTES
-from kvconnector_kernels.pump.records import PAGED_SIDE, index_of
 from kvconnector_kernels.relayout import Side
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import CopyGeometry
@@ -40,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 _PAGE = 4096
 _NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC, _DST = (
-    index_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
+    word_of(CopyJob, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
 )
-_ROWS, _IDS, _START, _SKIP = map(
-    PAGED_SIDE.index, ("rows", "block_ids", "token_start", "skip_tokens")
+_ROWS, _IDS, _START, _SKIP = (
+    word_of(SideRecord, name) for name in ("parts", "block_ids", "token_start", "skip_tokens")
 )
 PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
 """Bytes of a read's pieces. Pieces that threads share are short, so that no thread copies long after the others."""
 MIN_SHARED_BYTES = 4 << 20
 """A shorter read is one piece: the thread that begins it ends it, before another that it wakes could help much."""
-_READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
+_READ_WORDS, _JOB_WORDS = num_words(CopyRead), num_words(CopyJob)
 
 
 class CpuCopies(Copies):
@@ -58,7 +56,8 @@ class CpuCopies(Copies):
     `min_shared_bytes`, as far as cores are idle.
     """
 
-    job = JOB
+    job = CopyJob
+    function, read_function = COPY, READ
     means = "shared memory"
 
     def __init__(
@@ -73,8 +72,6 @@ class CpuCopies(Copies):
         # the alignment of a slot does not matter here
         super().__init__(pools, packed_sides(_PAGE, slot_bytes, "cpu"))
         self._min_streamed_bytes = min_streamed_bytes
-        self._compiled = compile_copy(), compile_read()
-        self.function, self.read_function = (int(each.address) for each in self._compiled)
         self._num_threads = num_threads
         self._min_shared_bytes = min_shared_bytes
         self._threads: CopyThreads | None = None

@@ -28,15 +28,15 @@ from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.reads import RankRead
-from kvconnector_kernels.pump.copy_cuda import (
-    CONTEXT,
-    JOB,
+from kvconnector_kernels.pump.copy_cuda import COPY, READ
+from kvconnector_kernels.pump.records import (
+    DIGEST_BYTES,
     MAX_PARAMS,
-    READ,
-    compile_copy,
-    compile_read,
+    Cuda,
+    CudaJob,
+    CudaRead,
+    num_words,
 )
-from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError, Side
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ MAX_UNCAPPED_READ_BYTES = 64 << 20
 """A direct read's segment of at most this size takes 0.2 ms, too short to slow down a model beside it."""
 _USUAL_BLOCK_TOKENS = 16
 _MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
-_READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
+_READ_WORDS, _JOB_WORDS = num_words(CudaRead), num_words(CudaJob)
 
 
 class CudaCopies(Copies):
@@ -70,7 +70,8 @@ class CudaCopies(Copies):
         TransportError: the driver lacks a function, or no CUDA context is current.
     """
 
-    job = JOB
+    job = CudaJob
+    function, read_function = COPY, READ
     on_gpu = True
     means = "CUDA IPC"
 
@@ -99,17 +100,12 @@ class CudaCopies(Copies):
                 raise TransportError("no CUDA context is current", device=pools.device)
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
         self._ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
-        context_of_functions = np.zeros((), CONTEXT)
-        for field, name in (
-            ("launch_kernel", "cuLaunchKernel"),
-            ("write_value", "cuStreamWriteValue32_v2"),
-            ("memcpy_to_device", "cuMemcpyHtoDAsync_v2"),
-        ):
-            context_of_functions[field] = function_address(self._cuda, name)
-        self.context = context_of_functions.ctypes.data
-        copy, read = compile_copy(), compile_read()
-        self.function, self.read_function = int(copy.address), int(read.address)
-        self._kept = copy, read, context_of_functions
+        self._driver = Cuda(
+            launch_kernel=function_address(self._cuda, "cuLaunchKernel"),
+            write_value=function_address(self._cuda, "cuStreamWriteValue32_v2"),
+            memcpy_to_device=function_address(self._cuda, "cuMemcpyHtoDAsync_v2"),
+        )
+        self.context = ctypes.addressof(self._driver)
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
         # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)

@@ -7,13 +7,10 @@ import logging
 import os
 import threading
 
-import numpy as np
-
 from kvconnector.datapath.device_memory import RELEASE_S
 from kvconnector.errors import TransportError
-from kvconnector_kernels.pump.copy_cpu import compile_help
-from kvconnector_kernels.pump.helpers import CREW
-from kvconnector_kernels.pump.records import index_of, numbers_of
+from kvconnector_kernels.pump.copy_cpu import help_reads
+from kvconnector_kernels.pump.records import Crew
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +26,20 @@ def default_threads() -> int:
 
 class CopyThreads:
     """Threads that sleep until a read wakes some of them, to help the owner of the driver lock copy it. See
-    `kvconnector_kernels.pump.helpers`.
+    kernels/native/copy_cpu.c.
     """
 
     def __init__(self, num_helpers: int) -> None:
         """Start `num_helpers` threads, or as many as the system allows. Raises OSError: no descriptors are left."""
-        self._crew = np.zeros((), CREW)
-        self.address = int(self._crew.ctypes.data)
+        self._crew = Crew()
+        self.address = ctypes.addressof(self._crew)
         self._load = os.open(_LOAD, os.O_RDONLY | os.O_CLOEXEC)
         self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self._crew["eventfd"] = self._eventfd
-        libc = ctypes.CDLL(None)
-        for name in ("read", "write"):
-            function = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
-            self._crew[f"{name}_function"] = function
-        run = compile_help()
+        self._crew.eventfd = self._eventfd
         self._threads: list[threading.Thread] = []
         for _ in range(num_helpers):
             thread = threading.Thread(
-                target=run, args=(self.address,), name="kvc-copy", daemon=True
+                target=help_reads, args=(self.address,), name="kvc-copy", daemon=True
             )
             try:
                 thread.start()
@@ -66,7 +58,7 @@ class CopyThreads:
         """End the threads, each after its current piece. Idempotent. Raises TransportError: one does not end."""
         if not self._threads:
             return
-        numbers_of(self._crew)[index_of(CREW, "is_closed")] = 1
+        self._crew.is_closed = 1
         os.eventfd_write(self._eventfd, len(self._threads))
         for thread in self._threads:
             thread.join(RELEASE_S)

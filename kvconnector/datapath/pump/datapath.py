@@ -39,31 +39,22 @@ from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.driver_lock import DriverLock
+from kvconnector.datapath.pump.pacing import (
+    MAX_AWAITED_RUN_S,
+    MAX_LEASE_RUN_S,
+    MAX_RUN_S,
+    NS_PER_S,
+)
 from kvconnector.datapath.pump.reads import MAX_READS, DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
-from kvconnector.datapath.pump.state import LOOK, NS_PER_S, LoopState
+from kvconnector.datapath.pump.state import LOOK, LoopState
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop import look, run
-
-# Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
-# every look at it may take the driver's locks from the engine's thread.
-CPU_LOOKS_S = (50e-6, 0.0)
-CUDA_LOOKS_S = (10e-6, 5e-6)
-MAX_RUN_S = 0.1
-"""Longest run while chunks move: after it Python looks at peers and the device."""
-MAX_LEASE_RUN_S = 1e-4
-"""Longest run while a read waits for its lease, which Python checks."""
-MAX_AWAITED_RUN_S = 1e-3
-"""Longest run while a warm-up or the rest of a long control message is to come, at which the loop does not look."""
-
-_ENTERING, _WANTS_SLOTS, _MOVED = (
-    r.index_of(r.STATE, name) for name in ("entering", "wants_slots", "moved_ns")
-)
 
 
 class DataPath:
@@ -92,10 +83,8 @@ class DataPath:
         self.board, self.export = board, export
         self.events = EventQueue()
         self.clock = clock
-        looks_s = CUDA_LOOKS_S if copies.on_gpu else CPU_LOOKS_S
-        self.state = LoopState(transport, copies, (config.spin_s(copies.pools.device), *looks_s))
+        self.state = LoopState(transport, copies, config.spin_s(copies.pools.device))
         self.lock = DriverLock(self.state)
-        look.compile("(int64,)")
         self.warm_ups: dict[int, Callable[[KVConnectorError | None], None]] = {}
         """By ticket, what takes the end of a warm-up message that the transport sends or receives."""
         self.sends = Sends(self, config, send_slots)
@@ -139,8 +128,8 @@ class DataPath:
         state, owner = self.state, self.lock.enter()
         if fds != state.watched[owner]:
             state.watch(owner, fds)
-        state.limits[owner] = round(timeout_s * NS_PER_S)
-        state.numbers[_ENTERING] = owner
+        state.runs[owner].limit_ns = round(timeout_s * NS_PER_S)
+        state.record.entering = owner
         reason = run(state.address)
         if owner == r.DRIVER:
             self.lock.acquire_again()
@@ -152,12 +141,12 @@ class DataPath:
         if self.copies.on_gpu and self.lock.is_looping:
             return False
         self._prepared(0.0)
-        self.state.numbers[_ENTERING] = LOOK
+        self.state.record.entering = LOOK
         return bool(look(self.state.address) != r.TIMEOUT)
 
     def begin(self, passes: int) -> None:
         """Run `passes` iterations of the loop, without releasing the GIL or the lock."""
-        self.state.numbers[_ENTERING] = LOOK
+        self.state.record.entering = LOOK
         for _ in range(passes):
             if look(self.state.address) == r.NOTICE:
                 self.lock.notify()  # the next run would not find it again
@@ -168,7 +157,7 @@ class DataPath:
 
     def stay_awake(self) -> None:
         """Keep the loop spinning for a while: more is likely to come, and waking a thread costs more than the work."""
-        self.state.numbers[_MOVED] = self.state.now_ns()
+        self.state.record.moved_ns = self.state.now_ns()
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -202,7 +191,7 @@ class DataPath:
             self.receives.begin()
         if self.sends.active:
             self.sends.refresh_endpoints()
-        self.state.numbers[_WANTS_SLOTS] = bool(self.receives.waiting)
+        self.state.record.wants_slots = bool(self.receives.waiting)
         if timeout_s <= MAX_LEASE_RUN_S:
             return timeout_s
         if self.reads.waiting and len(self.reads.active) < MAX_READS:

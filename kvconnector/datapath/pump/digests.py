@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
-import numpy.typing as npt
-
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import ConfigError, TransportError
+from kvconnector_kernels.pump.records import State
 
 ROOM_BYTES = 64
 """Bytes of a slot after its chunk: enough for a digest, and the next slot is aligned as without it."""
@@ -50,7 +48,7 @@ class Digests:
             self._functions["copy_to_host"] = function_address(cuda, "cuMemcpyDtoH_v2")
             self._functions["copy_to_device"] = function_address(cuda, "cuMemcpyHtoD_v2")
 
-    def attach(self, state: npt.NDArray[np.void]) -> None:
+    def attach(self, state: State) -> None:
         """Let the loop's `state` call these functions, for as long as this object lives."""
         for field, address in self._functions.items():
-            state[field] = address
+            setattr(state, field, address)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import Lane, Span, Tokens, Window, words_of
-from kvconnector_kernels.pump.copy_cuda import JOB, fill_jobs
-from kvconnector_kernels.pump.records import index_of
+from kvconnector.datapath.pump.copies import (
+    Lane,
+    Span,
+    Tokens,
+    Window,
+    address_of,
+)
+from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.copy_cuda import fill_jobs
 from kvconnector_kernels.relayout import PackedSide, PartTable, Side
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
@@ -18,14 +25,15 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 _MAX_LAUNCHES = 1 << 10
-_SLOT_PARAM, _PARAMS = index_of(JOB, "slot_param"), index_of(JOB, "params")
+_JOB_WORDS = r.num_words(r.CudaJob)
+_SLOT_PARAM, _PARAMS = (r.word_of(r.CudaJob, name) for name in ("slot_param", "params"))
 
 
 class _Job(NamedTuple):
     """A launch of one part, as `fill_jobs` takes it, and where its tokens start and how many it has."""
 
     terms: npt.NDArray[np.int64]
-    launch: tuple[int, ...]
+    launch: r.LaunchRecord
     starts: tuple[int, int]
     num_tokens: int
 
@@ -49,7 +57,7 @@ class Launches:
         """Write the jobs of a span's chunks.
 
         Args:
-            words: The jobs of all chunks of a read, `[chunk, word]`.
+            words: The jobs of all chunks of a read, int64 `[chunk, word]`, contiguous.
             span: The copies.
             stream: The handle of the stream on which they run.
             max_uncapped_bytes: A job of at most this size may have any number of programs.
@@ -63,10 +71,17 @@ class Launches:
         ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
         part_bytes = span.num_tokens * lane.token_bytes
         limits = self._max_programs, max_uncapped_bytes
-        jobs, edges = np.ascontiguousarray(words[span.chunks]), np.array(span.rows, np.int64)
-        numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
-        fill_jobs(jobs, job.terms, edges, job.launch, numbers)
-        words[span.chunks] = jobs
+        edges, (first, _, step) = np.array(span.rows, np.int64), span.chunks.indices(len(words))
+        numbers = r.SpanRecord(*further, *counts, *ids, *parts, stream, part_bytes, *limits)
+        fill_jobs(
+            address_of(words) + 8 * first * _JOB_WORDS,
+            step * _JOB_WORDS,
+            len(span.rows) - 1,
+            address_of(job.terms),
+            address_of(edges),
+            ctypes.byref(job.launch),
+            ctypes.byref(numbers),
+        )
 
     def _job(self, span: Span) -> _Job:
         num_tokens, lane = span.num_tokens, span.lane
@@ -106,13 +121,11 @@ def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
-    kernel, job = launch.kernel, np.zeros(1, JOB)
-    job["function"], job["num_threads"] = kernel.function, kernel.num_threads
-    job["shared_bytes"] = kernel.shared_bytes
-    job["num_params"] = len(kernel.param_bytes)
-    job["params"][0, : len(launch.values)] = launch.values
-    terms = np.zeros((4, JOB.itemsize // 8), np.int64)
-    terms[0] = words_of(job)[0]
+    kernel, terms = launch.kernel, np.zeros((4, _JOB_WORDS), np.int64)
+    job = r.CudaJob.from_buffer(terms[0])
+    job.function, job.num_threads = kernel.function, kernel.num_threads
+    job.shared_bytes, job.num_params = kernel.shared_bytes, len(kernel.param_bytes)
+    job.params[: len(launch.values)] = launch.values
     terms[3, _word(launch, "num_tokens")] = 1
     ids, parts = [-1, -1], [-1, -1]
     for side, (name, end) in enumerate((("src", span.lane.src), ("dst", span.lane.dst))):
@@ -129,7 +142,7 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
     starts = span.src[2], span.dst[2]
-    return _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens)
+    return _Job(terms, r.LaunchRecord(*ids, *parts, *tiles, *shape), starts, span.num_tokens)
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:

@@ -36,7 +36,8 @@ class Programs(Generic[T]):
         self.rows = rows
         self._numbers = r.numbers_of(rows)
         state = self.path.state.record
-        state[self._kind], state[f"num_{self._kind}"] = rows.ctypes.data, len(rows)
+        setattr(state, self._kind, rows.ctypes.data)
+        setattr(state, f"num_{self._kind}", len(rows))
 
     def __contains__(self, program: Program) -> bool:
         return self.active.get(program.row) is program

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.device_memory import addresses_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pump.pacing import NS_PER_S, WAIT_FOR_LEASE_S
 from kvconnector.datapath.pump.programs import Programs
-from kvconnector.datapath.pump.state import NS_PER_S
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 
 MAX_READS = 16
 """Most direct reads under way at a time: copies share one thread or stream, so more would slow each other down."""
-MAX_PATIENCE_S = 20e-3
-"""Seconds that a read waits for its lease to be published, or for the producer's kernels to fill its blocks. After that
-the producer is asked to send it, and waits itself."""
 
 
 class DirectReads(Programs[RankRead]):
@@ -102,7 +99,7 @@ class DirectReads(Programs[RankRead]):
         # a lease that is followed is published under its id and secret alone
         known_blocks = () if load.is_followed else read.remote_blocks
         read.lease_key = lease_key(load.key.transfer_id, load.key.secret, known_blocks)
-        read.until_s = path.clock() + MAX_PATIENCE_S
+        read.until_s = path.clock() + WAIT_FOR_LEASE_S
         if len(self.active) >= MAX_READS or not self._begin_or_send(read):
             self.waiting[read] = None
         if path.copies.on_gpu:

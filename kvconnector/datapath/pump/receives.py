@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.pump.pacing import NS_PER_S
 from kvconnector.datapath.pump.programs import Programs
-from kvconnector.datapath.pump.state import NS_PER_S, error_of
+from kvconnector.datapath.pump.state import error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.folded_log import Refusals

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.pump.pacing import NS_PER_S
 from kvconnector.datapath.pump.programs import Programs
-from kvconnector.datapath.pump.state import NS_PER_S, error_of
+from kvconnector.datapath.pump.state import error_of
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import logging
 import mmap
 import os
 import resource
 import struct
-from typing import Any
 
 from kvconnector.errors import TransportError
-from kvconnector.transport.ucx.abi import c_struct
 from kvconnector.transport.ucx.library import LinkMap, UcxLibrary, link_map_of
-from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
+from kvconnector.transport.ucx.native import ACCEPT, LISTENERS_MEMORY
 
 _logger = logging.getLogger(__name__)
 
@@ -37,10 +34,6 @@ FEW_DESCRIPTORS = 4096
 """A lower limit causes a warning: each connection of UCX's takes one descriptor."""
 _KEPT_FRACTION = 8
 """One descriptor in this many is reserved from connections to UCX's ports."""
-_BACK_OFF_US = 1000
-"""Pause after a failed accept(2): its socket stays readable, and UCX would ask again at once."""
-_BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
-"""Errors of the socket itself, which UCX must see. It also understands `EAGAIN` and `EINTR`."""
 
 # the ELF format, 64 bits
 _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
@@ -85,17 +78,11 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
-_Counters = c_struct(
-    "counters", ceiling=ctypes.c_uint64, refused=ctypes.c_uint64, failed=ctypes.c_uint64
-)
-"""The memory of the function in place of accept(2): the first descriptor that it refuses, and its refusals."""
-
-
 class ListenerGuard:
     """Replaces accept(2) in UCX. One per process, as UCX's listeners share its descriptors."""
 
     def __init__(self) -> None:
-        self._counters = _Counters()
+        self._counters = LISTENERS_MEMORY
         self._reported = (0, 0)
         self._limit = 0
         self._is_installed = False
@@ -121,7 +108,7 @@ class ListenerGuard:
                 "the listeners of %s are not guarded: it imports no accept", libucs.path
             )
             return
-        before = replace_import(place, _compile_accept(self._counters))
+        before = replace_import(place, ACCEPT)
         # UCX's thread may run after Python, and the code that it then calls is gone
         atexit.register(replace_import, place, before)
 
@@ -140,34 +127,6 @@ class ListenerGuard:
             self._limit,
             failed,
         )
-
-
-def _compile_accept(counters: Any) -> int:
-    """`int accept(int, struct sockaddr *, socklen_t *)` that refuses by the counters: its address."""
-    start = ctypes.addressof(counters)
-
-    def body(builder: Any, args: Any) -> None:
-        fd = call_libc(builder, "accept", I32, *args)
-        number = builder.sext(fd, I64)
-        error = at(builder, call_libc(builder, "__errno_location", I64), I32)
-        with builder.if_then(builder.icmp_signed("<", number, I64(0))):
-            code = builder.load(error)
-            for known in (errno.EAGAIN, errno.EINTR, *_BROKEN):
-                with builder.if_then(builder.icmp_signed("==", code, I32(known))):
-                    builder.ret(fd)
-            increment(builder, start + _Counters.failed.offset)
-            call_libc(builder, "usleep", I32, I32(_BACK_OFF_US))
-            builder.store(I32(errno.EAGAIN), error)
-            builder.ret(fd)
-        ceiling = builder.load(at(builder, start + _Counters.ceiling.offset, I64))
-        with builder.if_then(builder.icmp_signed(">=", number, ceiling)):
-            increment(builder, start + _Counters.refused.offset)
-            call_libc(builder, "close", I32, fd)
-            builder.store(I32(errno.EAGAIN), error)
-            builder.ret(I32(-1))
-        builder.ret(fd)
-
-    return compile_function(I32, [I32, I64, I64], body)
 
 
 LISTENERS = ListenerGuard()

@@ -22,39 +22,18 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from kvconnector.folded_log import FoldedLog
-from kvconnector.transport.ucx.abi import c_struct
 from kvconnector.transport.ucx.library import UcxLibrary
-from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
+from kvconnector.transport.ucx.native import LOG_HANDLER, LOG_MEMORY, NUM_NOTES
 
 _logger = logging.getLogger(__name__)
 
-_LEVEL_WARN = 2
-_STOP, _CONTINUE = 0, 1
 _LEAK_SOURCES = ("mpool.c", "rcache.c")
 _BACKTRACE = b"ucs_log_print_backtrace"
-_NUM_NOTES = 256
-_TEXT_BYTES = 256
 
 MAX_PER_PLACE = 3
 """Messages per place in UCX's sources that are logged in a minute; the others are only counted."""
-
-
-_U64 = ctypes.c_uint64
-_Note = c_struct(
-    "note",
-    number=_U64,
-    file=ctypes.c_void_p,
-    function=ctypes.c_void_p,
-    line=_U64,
-    leaks_expected=_U64,
-    text=ctypes.c_char * _TEXT_BYTES,
-)
-"""A message. `number` is written last, and is one more than the messages before it."""
-_Ring = c_struct("ring", count=_U64, leaks_expected=_U64, notes=_Note * _NUM_NOTES)
-"""The memory of the handler. `leaks_expected` counts the callers of that method."""
 
 
 class LogGuard:
@@ -64,8 +43,7 @@ class LogGuard:
         self._lock = threading.Lock()
         self._num_users = 0
         self._num_read = 0
-        self._ring = _Ring()
-        self._handler = 0
+        self._ring = LOG_MEMORY
         self._library: UcxLibrary | None = None
         self._log = FoldedLog(_logger, burst=MAX_PER_PLACE)
 
@@ -74,9 +52,8 @@ class LogGuard:
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
-                self._handler = self._handler or _compile_handler(self._ring)
                 self._library = library
-                library.keeping.ucs_log_push_handler(self._handler)
+                library.keeping.ucs_log_push_handler(LOG_HANDLER)
                 # UCX may log after Python has ended.
                 atexit.register(self._remove)
 
@@ -101,11 +78,11 @@ class LogGuard:
     def _take(self) -> Iterator[tuple[str, int, str]]:
         """Source file, line and first line of text of each note that was not read."""
         count = self._ring.count
-        if lost := max(0, count - self._num_read - _NUM_NOTES):
+        if lost := max(0, count - self._num_read - NUM_NOTES):
             self._num_read += lost
             self._log.warn("UCX", f"UCX reported {lost} messages faster than they are kept", lost)
         while self._num_read < count:
-            note = self._ring.notes[self._num_read % _NUM_NOTES]
+            note = self._ring.notes[self._num_read % NUM_NOTES]
             if note.number <= self._num_read:
                 break  # a thread is still writing it
             self._num_read += 1
@@ -129,38 +106,6 @@ class LogGuard:
     def _remove(self) -> None:
         if self._library is not None:
             self._library.keeping.ucs_log_pop_handler()
-
-
-def _compile_handler(ring: Any) -> int:
-    """Compile the handler that notes messages in a ring. Returns its address. Its arguments are file, line, function,
-    level, component, format and a va_list, which x86-64 and AArch64 pass as a pointer.
-    """
-    start = ctypes.addressof(ring)
-
-    def body(builder: Any, args: Any) -> None:
-        file, line, function, level, _, text_format, values = args
-        with builder.if_then(builder.icmp_signed("<=", level, I32(_LEVEL_WARN))):
-            number = increment(builder, start + _Ring.count.offset)
-            place = builder.mul(builder.urem(number, I64(_NUM_NOTES)), I64(ctypes.sizeof(_Note)))
-            note = builder.add(place, I64(start + _Ring.notes.offset))
-
-            def field(name: str) -> Any:
-                return builder.add(note, I64(getattr(_Note, name).offset))
-
-            expected = at(builder, start + _Ring.leaks_expected.offset, I64)
-            builder.store(file, at(builder, field("file"), I64))
-            builder.store(function, at(builder, field("function"), I64))
-            builder.store(builder.zext(line, I64), at(builder, field("line"), I64))
-            builder.store(builder.load(expected), at(builder, field("leaks_expected"), I64))
-            call_libc(
-                builder, "vsnprintf", I32, field("text"), I64(_TEXT_BYTES), text_format, values
-            )
-            done = builder.add(number, I64(1))
-            builder.store_atomic(done, at(builder, field("number"), I64), "release", 8)
-            builder.ret(I32(_STOP))
-        builder.ret(I32(_CONTINUE))
-
-    return compile_function(I32, [I64, I32, I64, I32, I64, I64, I64], body)
 
 
 LOG_GUARD = LogGuard()

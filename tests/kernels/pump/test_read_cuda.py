@@ -3,13 +3,18 @@
 import ctypes
 from functools import partial
 
-import numpy as np
 import pytest
 
-from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, READ, compile_read
+from kvconnector_kernels.library import keeping
+from kvconnector_kernels.pump.records import Cuda, CudaJob, CudaRead
 
 STREAM, FENCE, FENCE_VALUE = 77, 4096, 5
-INT = ctypes.c_int64
+INT, UNSIGNED, ADDRESS = ctypes.c_int64, ctypes.c_uint, ctypes.c_void_p
+ARGUMENTS = {
+    "launch_kernel": (ADDRESS, *[UNSIGNED] * 7, ADDRESS, ADDRESS, ADDRESS),
+    "write_value": (ADDRESS, ctypes.c_uint64, ctypes.c_uint32, UNSIGNED),
+    "memcpy_to_device": (ctypes.c_uint64, ADDRESS, ctypes.c_size_t, ADDRESS),
+}
 
 
 class Driver:
@@ -18,12 +23,12 @@ class Driver:
     def __init__(self, failing=None):
         self.calls = []
         self._failing = failing
-        self.context = np.zeros((), CONTEXT)
+        self.context = Cuda()
         self._functions = []
-        for name, count in (("launch_kernel", 11), ("write_value", 4), ("memcpy_to_device", 4)):
-            function = ctypes.CFUNCTYPE(INT, *[INT] * count)(partial(self._take, name))
+        for name, arguments in ARGUMENTS.items():
+            function = ctypes.CFUNCTYPE(INT, *arguments)(partial(self._take, name))
             self._functions.append(function)
-            self.context[name] = ctypes.cast(function, ctypes.c_void_p).value
+            setattr(self.context, name, ctypes.cast(function, ctypes.c_void_p).value)
 
     def _take(self, name, *arguments):
         # a status has 32 bits; the upper ones are garbage
@@ -37,27 +42,25 @@ class Driver:
 
 
 def read_of(num_jobs):
-    found = np.zeros((), [("read", READ), ("jobs", JOB, (num_jobs,))])
-    found["read"] = (num_jobs, 100, 200, 32, STREAM)
-    jobs = found["jobs"]
-    jobs["function"] = np.arange(1000, 1000 + num_jobs)
-    jobs["num_programs"] = np.arange(10, 10 + num_jobs)
-    jobs["num_threads"], jobs["shared_bytes"], jobs["stream"] = 128, 64, STREAM
-    jobs["num_params"] = 3
-    for number, job in enumerate(jobs):
-        job["params"][:3] = (number, 5, 6)
+    class Found(ctypes.Structure):
+        _fields_ = (("read", CudaRead), ("jobs", CudaJob * num_jobs))
+
+    found = Found(CudaRead(num_jobs, 100, 200, 32, STREAM))
+    for number, job in enumerate(found.jobs):
+        job.function, job.num_programs = 1000 + number, 10 + number
+        job.num_threads, job.shared_bytes, job.stream = 128, 64, STREAM
+        job.num_params, job.params[:3] = 3, (number, 5, 6)
     return found
 
 
 def read(driver, jobs):
-    compiled = compile_read()
-    function = ctypes.CFUNCTYPE(INT, *[INT] * 4)(compiled.address)
-    return function(driver.context.ctypes.data, jobs.ctypes.data, FENCE, FENCE_VALUE)
+    context, found = ctypes.addressof(driver.context), ctypes.addressof(jobs)
+    return keeping.kvc_read_cuda(context, found, FENCE, FENCE_VALUE)
 
 
 def launch(number):
     sizes = (10 + number, 1, 1, 128, 1, 1, 64)
-    return ("launch_kernel", 1000 + number, *sizes, STREAM, [number, 5, 6], 0)
+    return ("launch_kernel", 1000 + number, *sizes, STREAM, [number, 5, 6], None)
 
 
 COPY = ("memcpy_to_device", 100, 200, 32, STREAM)

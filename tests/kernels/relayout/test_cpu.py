@@ -59,6 +59,28 @@ def test_copying_on_the_cpu_imports_neither_torch_nor_triton():
     run_python("-c", _SMALL_COPY + check)
 
 
+def test_the_first_copy_writes_no_file_and_starts_no_program():
+    """A read-only root and a missing home are enough."""
+    check = """
+import os, sys
+done = []
+def audit(event, arguments):
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    if event.startswith(("subprocess", "os.posix_spawn", "os.exec", "os.fork", "os.mkdir")):
+        done.append((event, arguments))
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & writes:
+        done.append((event, arguments))
+sys.addaudithook(audit)
+copy_and_check()
+assert not done, done
+"""
+    run_python(
+        "-B",
+        "-c",
+        "import numpy\n" + check.replace("copy_and_check()", _SMALL_COPY + "\ncopy_and_check()"),
+    )
+
+
 def test_a_forked_child_copies_after_its_parent():
     check = """
 import os

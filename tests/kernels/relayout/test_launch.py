@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import IN_SLOT, Lane, Span, Window, words_of
+from kvconnector.datapath.pump.copies import IN_SLOT, Lane, Span, Window
 from kvconnector.datapath.pump.launches import Launches, windows_of
 from kvconnector.layout import ALL_TOKENS, GroupBlocks, Stripe
 from kvconnector.planning import SegmentWindow
-from kvconnector_kernels.pump.copy_cuda import JOB
+from kvconnector_kernels.pump.records import CudaJob, num_words
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -229,8 +229,9 @@ def sides_of(span):
 def test_cached_launches_equal_fresh_ones(asked):
     known = Launches(prepared_for, MAX_PROGRAMS)
     for span in asked:
-        jobs = np.empty(len(span.rows) - 1, JOB)
-        known.fill(words_of(jobs), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
+        words = np.empty((len(span.rows) - 1, num_words(CudaJob)), np.int64)
+        known.fill(words, span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
+        jobs = map(CudaJob.from_buffer, words)
         for job, (part_start, stop) in zip(jobs, pairwise(span.rows), strict=True):
             num_parts = stop - part_start
             counts = {"num_heads": span.lane.num_heads, "num_tokens": span.num_tokens}
@@ -240,7 +241,7 @@ def test_cached_launches_equal_fresh_ones(asked):
                 for side in pair
             )
             own = launch.prepare_launch(*sides, **counts, num_parts=num_parts)
-            assert tuple(job["params"][: len(own.values)].tolist()) == own.values
+            assert tuple(job.params[: len(own.values)]) == own.values
             slot = next(
                 (
                     f"{name}_address"
@@ -254,14 +255,14 @@ def test_cached_launches_equal_fresh_ones(asked):
             is_capped = nbytes > MAX_UNCAPPED_BYTES
             expected = {
                 "nbytes": nbytes,
-                "function": own.kernel.function,
+                "function": own.kernel.function % (1 << 64),  # an address
                 "num_programs": min(num_tiles, MAX_PROGRAMS) if is_capped else num_tiles,
                 "num_threads": own.kernel.num_threads,
                 "num_params": len(own.values) + 2,
                 "slot_param": own.index(slot) if slot else 0,
                 "stream": STREAM,
             }
-            assert {name: job[name] for name in expected} == expected
+            assert {name: getattr(job, name) for name in expected} == expected
 
 
 def test_similar_copies_are_prepared_once():
@@ -271,7 +272,7 @@ def test_similar_copies_are_prepared_once():
         prepared.append(sides_and_counts)
         return prepared_for(*sides_and_counts)
 
-    known, words = Launches(prepare, MAX_PROGRAMS), words_of(np.empty(1, JOB))
+    known, words = Launches(prepare, MAX_PROGRAMS), np.empty((1, num_words(CudaJob)), np.int64)
     for start, at, part in product((5, 21, 37), (0, 64), [[0, 1], [1, 3]]):
         for other in (window_of(one_table("NHD", 16), (0, HEADS)), CHUNKS[0]):
             ends = window_of(one_table("HND", 16), (0, HEADS)), other

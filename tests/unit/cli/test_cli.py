@@ -42,7 +42,7 @@ def test_torch_2_11_is_enough_and_the_command_line_is_an_extra():
     (torch,) = map(Requirement, project["optional-dependencies"]["torch"])
     assert torch.specifier.contains("2.11.0")
     needed = {Requirement(each).name for each in project["dependencies"]}
-    assert needed == {"msgspec", "numba", "numpy", "pyzmq"}
+    assert needed == {"msgspec", "numpy", "pyzmq"}
     extra = {Requirement(each).name for each in project["optional-dependencies"]["cli"]}
     assert extra == {"click", "matplotlib", "prometheus-client", "rich"}
 
@@ -241,7 +241,7 @@ def test_each_benchmark_has_options_of_its_own_and_an_example_that_runs(kvconnec
 def test_help_of_all_commands_imports_none_of_them():
     line = "import sys; from kvconnector.cli import main; main(['--help']); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
-    assert not {"numpy", "zmq", "rich.console", "numba", "torch"} & {*run.stdout.split()}
+    assert not {"numpy", "zmq", "rich.console", "torch"} & {*run.stdout.split()}
 
 
 @pytest.mark.parametrize("form", ["json", "output"])

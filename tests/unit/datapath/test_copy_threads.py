@@ -16,7 +16,7 @@ from kvconnector.datapath.pump import copies_cpu, copy_threads
 from kvconnector.datapath.pump.copy_threads import CopyThreads, default_threads
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
-from kvconnector_kernels.pump.copy_cpu import compile_read
+from kvconnector_kernels.pump.copy_cpu import READ
 from kvconnector_kernels.pump.records import ALL, MORE
 from tests.kernels.pump.test_read_cpu import job_of, read_of
 from tests.kernels.relayout.pools import DTYPES, Pool, Window, check_copy_equals_naive, windows
@@ -40,7 +40,7 @@ class SharedReader:
 
     def __init__(self, threads):
         self._context = threads.address
-        self._read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(compile_read().address)
+        self._read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(READ)
         self.fence = np.zeros(1, np.int32)
 
     def call(self, read):

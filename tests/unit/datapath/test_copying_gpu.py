@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
@@ -13,8 +12,7 @@ from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector_kernels.pump.copy_cuda import JOB
-from kvconnector_kernels.pump.records import STATE
+from kvconnector_kernels.pump.records import CudaJob, State, word_of
 from tests.support.gpu_flags import held_back
 from tests.unit.datapath.caches import Caches, Shape
 
@@ -45,11 +43,11 @@ def test_a_model_keeps_half_of_the_multiprocessors():
 @pytest.mark.gpu
 def test_digests_are_written_from_pinned_memory():
     # a copy from other memory may end after its call, and the chunk be sent with its predecessor's digest
-    state = np.zeros((), STATE)
+    state = State()
     digests = Digests("cuda:0", SLOT_BYTES)
     digests.attach(state)
-    last = int(state["digest_room"]) + SLOT_BYTES - 1
-    assert is_known_to_cuda(int(state["digest_room"]))
+    last = state.digest_room + SLOT_BYTES - 1
+    assert is_known_to_cuda(state.digest_room)
     assert is_known_to_cuda(last)
 
 
@@ -111,7 +109,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
         streams = []
         for program in (own, other):
             jobs = _, _, words = copies.make_jobs(program.source, program.blocks, packing=True)
-            (handle,) = set(words.view(JOB)["stream"].ravel().tolist())
+            (handle,) = set(words[:, word_of(CudaJob, "stream")].tolist())
             streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
             jobs[1].give_back()
         waiting, free = streams

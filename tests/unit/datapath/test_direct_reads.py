@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
+from kvconnector.datapath.pump.pacing import WAIT_FOR_LEASE_S
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import events as ev
@@ -95,7 +95,7 @@ def test_a_read_without_a_valid_lease_waits_a_little_and_is_packed(pair, clock, 
     ask(pair, 1)
     pump_on(pair)
     assert pair.find(ev.ReceivePosted, 1) is None
-    clock.advance(MAX_PATIENCE_S)
+    clock.advance(WAIT_FOR_LEASE_S)
     only_consumer_steps(pair, 1, ev.ReceivePosted)
     pair.p.path.board.publish(KEY[::-1], Watermark(MANY_TOKENS))
     pump_on(pair)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump import driver_lock
+from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.receives import new_tags
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import MAX_CHUNKS
@@ -213,7 +213,7 @@ def test_inline_progress_does_not_let_another_thread_take_the_gil(make_pair):
 
 
 def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
-    monkeypatch.setattr(driver_lock, "_TENURE_NS", LONG_NS)
+    monkeypatch.setattr(pacing, "WORKED_LONG_NS", LONG_NS)
     left = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -225,14 +225,14 @@ def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
 
     pair = Pair.connect()
     path = pair.d.path
-    path.state.record["usleep"] = ctypes.cast(leave, ctypes.c_void_p).value
+    path.state.record.usleep = ctypes.cast(leave, ctypes.c_void_p).value
     try:
         path.pump(0.0, ())
         assert not left
-        monkeypatch.setattr(driver_lock, "_TENURE_NS", 0)
+        monkeypatch.setattr(pacing, "WORKED_LONG_NS", 0)
         path.lock.notify()  # there is more to do
         path.pump(0.0, ())
-        assert left == [(driver_lock._LEAVE_US, True)]
+        assert left == [(pacing.YIELD_GIL_US, True)]
         path.lock.clear_pending()
         path.pump(1e-3, ())  # others could have the GIL while this slept
         assert len(left) == 1

@@ -1,0 +1,151 @@
+/* The lock on a loop: only its owner touches the records, the transport, the control channel and the sessions.
+ *
+ * Owner. One 32-bit word says who owns it: `DRIVER` (the driver's thread), `INLINE` (an engine's thread, which makes
+ * progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
+ *
+ * When it is free. The driver's thread owns it while it works. It releases it in three places, all inside the loop: while
+ * it sleeps on descriptors, while it pauses between two passes, and from its last pass until it has the GIL back. The
+ * last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the engine
+ * from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it
+ * has worked in Python for long, it sleeps there first, for `yield_gil_us`, unless the run itself took as long:
+ * otherwise it would take the GIL again before a waiting thread is awake.
+ *
+ * GIL. Python calls `kvc_try_acquire`, `kvc_release_inline` and `kvc_notify` without releasing the GIL: they take
+ * microseconds, and no other Python thread runs in between. It releases it for `kvc_wait_until_free` and the loop. The
+ * driver's thread takes the lock again only when it has the GIL (`kvc_wait_until_free`, then `kvc_try_acquire`): a
+ * thread that owned the lock while it waited for the GIL could not be overtaken by the thread that has it, and both
+ * would stand still.
+ *
+ * Which thread. `inline_thread` is the native id of the thread that owns it inline, else 0. It is written here, so that
+ * no Python instruction lies between becoming the owner and being known as such: an interrupt (KeyboardInterrupt) may
+ * come between any two instructions, and the thread that it hits must know if it owns the lock.
+ *
+ * Wake-ups. `kvc_release_inline` and `kvc_notify` write to an eventfd on which the driver's thread sleeps, in the loop
+ * and in `await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A lost
+ * wake-up costs at most `PARK_MS`.
+ *
+ * Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
+ * work, so work that arrives meanwhile sets it again. The loop returns for it at once, or after `offer_work_ns`, in
+ * which an engine's thread may take it.
+ *
+ * What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
+ * never released stops every transfer of the worker for good; a `kvc_try_acquire` that releases the GIL lets an
+ * interrupt, or another thread, in between.
+ */
+#include "kvc.h"
+
+#include <unistd.h>
+
+enum { PARK_MS = 1000 };
+
+/* Returns the eventfd, or -1 once it is closed, which another thread may do at any time. A pollfd is the system's
+ * struct, whose members are not atomic. */
+static int wake_fd_of(const struct kvc_state *state)
+{
+    return __atomic_load_n(&state->wake_fd->fd, __ATOMIC_ACQUIRE);
+}
+
+/* Make the driver look for work again, if it sleeps in the loop. */
+static void wake_driver(const struct kvc_state *state)
+{
+    static const uint64_t one = 1;
+    /* a full counter wakes it as well, and a closed data path has no driver to wake */
+    if (write(wake_fd_of(state), &one, sizeof one) < 0)
+        return;
+}
+
+/* Consume the wake-ups so far. */
+void kvc_lock_forget_wakes(struct kvc_state *state)
+{
+    uint64_t count;
+    if (read(wake_fd_of(state), &count, sizeof count) < 0)
+        return; /* there were none */
+}
+
+static void await_release(struct kvc_state *state)
+{
+    struct pollfd wake = {.fd = wake_fd_of(state), .events = POLLIN};
+    poll(&wake, 1, PARK_MS);
+    kvc_lock_forget_wakes(state);
+}
+
+/* Let another thread make progress inline. No effect in such a thread, which ends with `kvc_release_inline`. */
+void kvc_lock_release(struct kvc_state *state, const struct kvc_run *run)
+{
+    if (run->owner == KVC_DRIVER)
+        kvc_store(&state->lock->owner, KVC_NOBODY);
+}
+
+/* Acquire the lock after `kvc_lock_release`; while another thread owns it, sleep until it is free. */
+void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run)
+{
+    while (run->owner == KVC_DRIVER && !kvc_exchange(&state->lock->owner, KVC_NOBODY, KVC_DRIVER))
+        await_release(state);
+}
+
+/* Returns true if the loop must return with work that it found or that was reported: at once if inline, else after the
+ * time in which another thread may take the work. That time is short after an engine's order, since no other thread will
+ * take what was found. */
+bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now)
+{
+    if (run->owner == KVC_INLINE)
+        return found || kvc_has_pending(state);
+    if (found) {
+        kvc_store(&state->lock->pending, 1);
+        if (state->offer_work_ns < KVC_NS_PER_MS)
+            return true;
+    } else if (!kvc_has_pending(state)) {
+        state->pending_ns = 0;
+        return false;
+    }
+    if (!state->pending_ns)
+        state->pending_ns = now;
+    return now - state->pending_ns >= state->offer_work_ns;
+}
+
+/* Acquire the lock if it is free at once or very soon. Returns true if it was acquired. `thread`: the native id of a
+ * thread that makes progress inline, else 0. */
+bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t limit_ns, int64_t thread)
+{
+    int64_t until = kvc_now_ns(state) + limit_ns;
+    while (!kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner))
+        if (kvc_now_ns(state) >= until)
+            return false;
+    kvc_store(&state->lock->inline_thread, (uint32_t)thread);
+    return true;
+}
+
+/* Wait without a limit until nobody owns the lock. The caller then acquires it with the GIL: otherwise it would keep
+ * others out while it waits for the GIL. */
+void kvc_wait_until_free(struct kvc_state *state)
+{
+    while (kvc_load(&state->lock->owner) != KVC_NOBODY)
+        await_release(state);
+}
+
+/* End inline progress. */
+void kvc_release_inline(struct kvc_state *state)
+{
+    kvc_store(&state->lock->inline_thread, 0);
+    kvc_store(&state->lock->owner, KVC_NOBODY);
+    wake_driver(state);
+}
+
+/* Set `pending`. Returns true if the driver's thread will see it, and no thread makes progress inline. */
+bool kvc_notify(struct kvc_state *state)
+{
+    kvc_store(&state->lock->pending, 1);
+    wake_driver(state);
+    return kvc_load(&state->lock->owner) != KVC_INLINE;
+}
+
+/* Wait for a flag on a core of its own. Returns true if it is or becomes nonzero within the time. */
+bool kvc_wait_flag(const kvc_flag *flag, int64_t limit_ns)
+{
+    struct kvc_state clock = {.clock_gettime = clock_gettime};
+    int64_t until = kvc_now_ns(&clock) + limit_ns;
+    while (!kvc_load(flag))
+        if (kvc_now_ns(&clock) >= until)
+            return false;
+    return true;
+}
