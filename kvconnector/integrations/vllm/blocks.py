@@ -60,18 +60,18 @@ class InTiles:
 
 def retention_of(info: GroupInfo) -> Retention:
     """Return the retention of a group: which tokens of a sequence it keeps."""
-    kept = retention_named(info.keeps, info.extent_tokens)
+    kept = retention_named(info.keeps, info.extent_tokens, info.row_tokens)
     return kept if info.tile_tokens == 1 else InTiles(kept, info.tile_tokens)
 
 
 def block_tokens(info: GroupInfo, group: GroupGeometry) -> int:
     """Return the number of tokens in a block of vLLM's, which stands for a block on each context parallel rank."""
-    return group.virtual_block_tokens * info.kernel_blocks
+    return group.virtual_block_tokens * info.kernel_blocks * info.row_tokens
 
 
 def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]) -> range:
-    """Widen a token range to whole blocks of vLLM's."""
-    (start, stop), size = tokens, block_tokens(info, group)
+    """Widen a token range to whole blocks of vLLM's. Tokens are rows if the group is compressed."""
+    (start, stop), size = tokens, block_tokens(info, group) // info.row_tokens
     return range(start // size * size, -(-stop // size) * size)
 
 

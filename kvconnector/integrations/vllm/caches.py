@@ -131,12 +131,38 @@ def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
     spec = group.kv_cache_spec
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return [(spec, sorted(group.layer_names, key=layer_number))]
-    by_shape: dict[str, tuple[Any, list[str]]] = {}
+    by_shape: dict[tuple[str, ...], tuple[Any, list[str]]] = {}
     for name in sorted(group.layer_names, key=layer_number):
         layer_spec = spec.kv_cache_specs[name]
-        kind = re.sub(r"\d+", "*", name)
-        by_shape.setdefault(f"{layer_spec!r} {kind}", (layer_spec, []))[1].append(name)
+        key = _identity(layer_spec, name)
+        by_shape.setdefault(key, (layer_spec, []))[1].append(name)
     return [by_shape[key] for key in sorted(by_shape)]
+
+
+_IDENTITY = (
+    "block_size",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "kv_quant_mode",
+    "state_content_bytes",
+    "tokens_per_state",
+    "num_head_slots",
+    "sliding_window",
+    "attention_chunk_size",
+    "shapes",
+    "dtypes",
+    "mamba_type",
+)
+"""Fields of specs that say what a layer stores. Others differ between releases of vLLM, or between layers that store
+the same: padding, roles, whether a layer is a draft model's."""
+
+
+def _identity(spec: Any, name: str) -> tuple[str, ...]:
+    """Return what makes two layers of a group alike, the same in every release and on every rank."""
+    kind = re.sub(r"\d+", "*", name)
+    return kind, type(spec).__name__, *(str(getattr(spec, field, None)) for field in _IDENTITY)
 
 
 def _own_caches(names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
@@ -165,7 +191,15 @@ def _layer_cache(
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         scales=_scales(layer, spec),
         is_shuffled=_is_shuffled(layer),
+        is_ring=is_ring(spec),
     )
+
+
+def is_ring(spec: Any) -> bool:
+    """Return True if a request has one block of this kind, in which a token's place is its position modulo a length."""
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    return type(spec) is CircularBufferSpec
 
 
 def _is_shuffled(layer: Any) -> bool:
@@ -208,12 +242,14 @@ def _register(
     if ratio > 1 and shared.world_size > 1 and spec.block_size // ratio % shared.interleave_tokens:
         layers = {number: _join(cache, ratio, shared) for number, cache in layers.items()}
         ratio, joined = 1, ratio
-    block_size = 1 if is_state else spec.block_size // ratio
+    is_one_token = is_state or is_ring(spec)
+    row_tokens = 1 if is_one_token else _row_tokens(spec, vllm_group, shared)
+    block_size = 1 if is_one_token else spec.block_size // ratio // row_tokens
     parts = {number: _parts(cache, cut, block_size, is_state) for number, cache in layers.items()}
     geometries = _common_geometry(parts, layers, vllm_group)
     views = {number: tuple(view for _, view in found) for number, found in parts.items()}
     tiles = next(iter(views.values()))[0].block_size
-    info = group_info(spec, vllm_group, ratio, block_size // tiles)
+    info = group_info(spec, vllm_group, ratio, block_size // tiles, row_tokens)
     if shared.world_size > 1 and info.keeps != "all":
         raise GeometryError(
             "context parallel ranks can share the tokens only of groups that keep all of them",
@@ -230,6 +266,7 @@ def _register(
         dcp_rank=shared.rank,
         interleave_tokens=shared.interleave_tokens,
         scales=tuple(scales) if all(scales) else (),
+        row_tokens=row_tokens,
     )
     return RegisteredGroup(
         cache=CacheGroup(geometry, views, device_name(next(iter(tensors.values())).device)),
@@ -237,6 +274,23 @@ def _register(
         tensors=tensors,
         joined_blocks=joined,
     )
+
+
+def _row_tokens(spec: Any, vllm_group: int, shared: ContextParallel) -> int:
+    """Return the number of tokens that share a row. Raises GeometryError: they share it in a way that is not known."""
+    row_tokens = int(spec.tokens_per_state)
+    is_whole = row_tokens == spec.tokens_per_state and not spec.block_size % row_tokens
+    is_known = row_tokens == 1 or (is_latent(spec) and shared.world_size == 1)
+    if not (is_whole and is_known):
+        raise GeometryError(
+            "KVConnector transfers rows of several tokens if these are latents, in blocks of whole rows, which no"
+            " context parallel ranks share",
+            group=vllm_group,
+            tokens_per_state=str(spec.tokens_per_state),
+            block_size=spec.block_size,
+            dcp_size=shared.world_size,
+        )
+    return row_tokens
 
 
 def _kernel_blocks(num_blocks: int, vllm_group: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -291,7 +345,9 @@ def _common_geometry(
     return found.pop()
 
 
-def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int = 1) -> GroupInfo:
+def group_info(
+    spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int = 1, row_tokens: int = 1
+) -> GroupInfo:
     """Return a group in vLLM's terms, with the tokens that it keeps. Raises GeometryError: the kind is unsupported."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -303,8 +359,14 @@ def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int 
     )
 
     keeps = partial(
-        GroupInfo, vllm_group=vllm_group, kernel_blocks=kernel_blocks, tile_tokens=tile_tokens
+        GroupInfo,
+        vllm_group=vllm_group,
+        kernel_blocks=kernel_blocks,
+        tile_tokens=tile_tokens,
+        row_tokens=row_tokens,
     )
+    if is_ring(spec):
+        return keeps(kernel_blocks=1, keeps="state")
     if isinstance(spec, MambaSpec):
         return keeps(kernel_blocks=1, keeps="state", scratch_blocks=spec.num_speculative_blocks)
     if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec} and not spec.prefix_replay_tokens:

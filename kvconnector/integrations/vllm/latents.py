@@ -46,18 +46,24 @@ SPARSE = frozenset(
 )
 """Backends of DeepSeek-V3.2 and GLM-5.x, whose latents are rows, too. A row of `fp8_ds_mla` has 656 bytes: 512 values,
 their scales, and 64 unquantised ones."""
-MINIMAX_INDEXER = "MINIMAX_M3_SPARSE_INDEXER"
 INDEXERS_OF_KEYS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
 """Indexers whose keys have no scales of their own."""
-PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS
+COMPRESSED = frozenset({"CompressorBackend", "FLASHINFER_MLA_SPARSE_DSV4"})
+"""DeepSeek-V4's compressors, whose states are float32, and a backend that stores its latents unpacked."""
+PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS | COMPRESSED
 """Backends that store elements, as opposed to packed bytes, in rows."""
 
 _ROWS: Planes = ()
-_SCALED = ("DEEPSEEK_V32_INDEXER",)
+_SCALED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER")
 """Indexers that quantise each key, and keep its scale of four bytes. vLLM registers both as one vector of bytes."""
 _PACKED: Mapping[tuple[str, int], Planes] = {
     ("FLASHMLA_SPARSE", 656): _ROWS,
     ("FLASHINFER_MLA_SPARSE_SM120", 656): _ROWS,
+    # DeepSeek-V4's: 448 values in fp8 and 64 in bf16, then seven scales and a byte
+    **{
+        (backend, 584): (("latent", 576), ("latent-scales", 8))
+        for backend in ("FLASHMLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA", "CPU_V4_MLA_SPARSE")
+    },
     **{
         (backend, values + 4): (("index", values), ("index-scales", 4))
         for backend in _SCALED
@@ -65,6 +71,14 @@ _PACKED: Mapping[tuple[str, int], Planes] = {
     },
 }
 """How a backend stores rows of packed bytes."""
+PAGE_TOKENS: Mapping[str, int] = {
+    "FLASHMLA_SPARSE_DSV4": 256,
+    "DEEPSEEK_V4_INDEXER": 256,
+    "CPU_V4_MLA_SPARSE": 256,
+    "CPU_V4_INDEXER": 256,
+    "DEEPSEEK_SPARSE_SWA": 64,
+}
+"""Tokens in a page of the kernels whose pages do not follow from the tensor: vLLM's blocks may hold several."""
 
 
 def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None:
@@ -81,4 +95,6 @@ def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None
     """
     if is_opaque or backend in _SCALED:
         return _PACKED.get((backend, row_bytes))
+    if backend == "DEEPSEEK_SPARSE_SWA":
+        return _ROWS  # a window of elements, with the backend above
     return _ROWS if backend in PLAIN else None

@@ -22,7 +22,8 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of our cache groups in vLLM's terms.
 
     `vllm_group` is the index of its block table, and `kernel_blocks` the number of our blocks in one of vLLM's. If the
-    attention backend stores tiles of `tile_tokens` tokens, a tile counts as one token of ours.
+    attention backend stores tiles of `tile_tokens` tokens, a tile counts as one token of ours. If `row_tokens` tokens
+    share a row of a compressed cache, `GroupGeometry.row_tokens` is the same.
     `keeps` says which tokens vLLM keeps: all; those in a sliding window or a chunk of `extent_tokens`; or one state,
     which is in the last block before `scratch_blocks` others.
     """
@@ -33,6 +34,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     extent_tokens: int = 0
     scratch_blocks: int = 0
     tile_tokens: int = 1
+    row_tokens: int = 1
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):

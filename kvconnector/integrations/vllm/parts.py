@@ -17,7 +17,7 @@ import torch
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import probe_block
-from kvconnector.integrations.vllm.latents import Planes, planes_of
+from kvconnector.integrations.vllm.latents import PAGE_TOKENS, Planes, planes_of
 from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
@@ -49,7 +49,8 @@ class LayerCache:
     """One layer as vLLM registers it. `backend` is the name of its attention backend, and `isa` the instruction set of
     the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model. `scales` are those
     of K and of V in an fp8 cache, each one number, or one for each head; empty if the cache's numbers have none.
-    `is_shuffled`: the backend on this device stores elements in another order than elsewhere.
+    `is_shuffled`: the backend on this device stores elements in another order than elsewhere. `is_ring`: a request has
+    one block, whatever its length.
     """
 
     name: str
@@ -61,6 +62,7 @@ class LayerCache:
     kv_cache_dtype: str = "auto"
     scales: tuple[tuple[float, ...], ...] = ()
     is_shuffled: bool = False
+    is_ring: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -103,6 +105,8 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor
+    if cache.is_ring:
+        return [_ring_part(tensor)]
     if is_latent(spec):
         return _latent_parts(cache)
     total, heads = cut.heads(cache)
@@ -156,6 +160,16 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
     item = tensor.element_size()
     block_stride, address = tensor.stride(0) * item, tensor.data_ptr()
     _check_pages(cache)
+    page_tokens = PAGE_TOKENS.get(cache.backend, 0)
+    if page_tokens and rows * int(cache.spec.tokens_per_state) != page_tokens:
+        raise GeometryError(
+            "the values and the scales of this backend's pages repeat inside a block: choose the block size of its"
+            " kernels (--block-size)",
+            layer=cache.name,
+            backend=cache.backend,
+            block_size=cache.spec.block_size,
+            page_tokens=page_tokens,
+        )
     parts = []
     for name, nbytes in planes:
         shape = (num_blocks, 1, rows, nbytes // item)
@@ -163,6 +177,24 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
         parts.append(_part(name, view, 1, range(1)))
         address += rows * nbytes
     return parts
+
+
+def _ring_part(tensor: torch.Tensor) -> Part:
+    """Return the part of a ring: a block has all of a request's recent tokens, each at its position modulo the ring's
+    length. Nobody divides it, so its bytes are one head of one token.
+    """
+    item = tensor.element_size()
+    nbytes = prod(tensor.shape[1:]) * item
+    if not tensor[0].is_contiguous():
+        raise GeometryError("a ring's blocks are not contiguous", strides=tuple(tensor.stride()))
+    stride = tensor.stride(0) * item
+    view = KVView(
+        tensor.data_ptr(),
+        (tensor.shape[0], 1, 1, nbytes // item),
+        (stride, stride, stride, item),
+        item,
+    )
+    return _part("ring", view, 1, range(1))
 
 
 def _check_pages(cache: LayerCache) -> None:
@@ -191,9 +223,11 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
             layer=cache.name,
             backend=cache.backend,
         )
-    if spec.tokens_per_state != 1 or tensor.shape[2] != block_size:
+    if cache.is_ring:
+        return
+    if tensor.shape[2] != block_size:
         raise GeometryError(
-            "KVConnector does not transfer caches that store several tokens in one state",
+            "a cache's blocks have another number of rows than their tokens need",
             layer=cache.name,
             tokens_per_state=str(spec.tokens_per_state),
             shape=tuple(tensor.shape),

@@ -126,13 +126,14 @@ class PartlyFilled:
         self, request_id: str, loaded: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]
     ) -> None:
         """Record which blocks a load fills in part. `loaded` are the first token and the stop of each of our groups, if
-        there is a load, and `tables` the block ids of each of vLLM's.
+        there is a load, in rows if it is compressed, and `tables` the block ids of each of vLLM's.
         """
         begins = zip(self._groups, self.block_tokens, loaded, strict=False)
         blocks = [
-            (info.vllm_group, start // size, tables[info.vllm_group][start // size])
+            (info.vllm_group, first // size, tables[info.vllm_group][first // size])
             for info, size, (start, stop) in begins
-            if start < stop and start % size
+            for first in (start * info.row_tokens,)
+            if start < stop and first % size
         ]
         if blocks:
             self._blocks[request_id] = blocks

@@ -1,0 +1,176 @@
+"""DeepSeek-V4's caches: their groups, and a prompt's rows between two engines, by vLLM's own planner and managers."""
+
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvconnector.errors import GeometryError
+from kvconnector.integrations.vllm.caches import register_groups
+from tests.vllm import scheduler_world as w
+from tests.vllm.cache_world import attention, placed, read, registered, vllm_config
+from tests.vllm.compressed_world import RATIOS, pair, planned, specs_of
+
+pytestmark = pytest.mark.vllm
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def engines(model):
+    with pair(model, specs_of(RATIOS)) as made:
+        yield made
+
+
+def test_groups_are_the_same_in_every_release(engines):
+    """By kind of row: what a layer is called and stores, not how a release describes it."""
+    found = []
+    for group in engines.p.worker._groups:
+        info, geometry = group.info, group.cache.geometry
+        sizes = geometry.row_tokens, geometry.block_size
+        parts = tuple(part.head_dim * part.item_size_bytes for part in geometry.parts)
+        found.append((info.keeps, info.extent_tokens, sizes, geometry.layers, parts))
+    assert found == [
+        ("window", 128, (1, 64), (0, 3), (576, 8)),
+        ("window", 128, (1, 64), (1, 4), (576, 8)),
+        ("window", 128, (1, 64), (2, 5), (576, 8)),
+        ("all", 0, (128, 2), (1, 3), (576, 8)),
+        ("all", 0, (4, 64), (2, 4), (576, 8)),
+        ("all", 0, (4, 64), (2, 4), (128, 4)),
+        ("window", 128, (1, 8), (1, 3), (4096,)),
+        ("window", 8, (1, 4), (2, 4), (8192,)),
+        ("window", 8, (1, 4), (2, 4), (2048,)),
+    ]
+
+
+def loaded(engines, wanted):
+    """Step both engines until the request has a token."""
+    until_s = time.monotonic() + DEADLINE_S
+    while not wanted.num_output_tokens:
+        engines.d.step(), engines.p.step()
+        assert time.monotonic() < until_s, wanted
+        time.sleep(0.001)
+
+
+def offered(prefill, num_tokens, prompt):
+    """Compute a prompt. Returns its request, and the parameters for the decode engine."""
+    asked = prefill.world.add(num_tokens, w.REMOTE_DECODE, prompt=prompt)
+    while True:
+        for output in prefill.step():
+            if output.kv_transfer_params:
+                return asked, output.kv_transfer_params
+
+
+def check(engines, asked, wanted, before, **options):
+    """Compare all bytes of the decode engine: of the prompt's rows with the prefill engine's, of others with `before`;
+    those beside them in a block are zero, since a recycled block's scales may read as NaN.
+    """
+    expected, count = before, wanted.num_prompt_tokens - 1
+    ours, beside = engines.d.rows_of(wanted.request_id, count, expected, **options)
+    theirs, _ = engines.p.rows_of(asked.request_id, count, **options)
+    for row, arrived in zip(ours, theirs, strict=True):
+        row[:] = arrived
+    for row in beside:
+        row[:] = 0
+    assert (engines.d.memory == expected).all()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 127, 128, 129, 300, 1000, 1024, 1025])
+def test_every_row_of_a_prompt_arrives_and_nothing_else(engines, num_tokens):
+    asked, params = offered(engines.p, num_tokens, num_tokens)
+    before = engines.d.memory.copy()
+    wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
+    loaded(engines, wanted)
+    check(engines, asked, wanted, before)
+
+
+@pytest.mark.parametrize("num_tokens", [130, 1025])
+def test_rows_are_read_while_the_prompt_is_computed(engines, num_tokens):
+    """Whole rows of 4 and of 128 tokens with each step; windows and states come with the end."""
+    _, params = offered(engines.p, 5, 2000 + num_tokens)
+    where = {key: params[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    name = {"transfer_id": f"t{num_tokens}", "transfer_secret": w.SECRET}
+    asked = engines.p.world.add(num_tokens, {**w.REMOTE_DECODE, **name}, prompt=3000)
+    before = engines.d.memory.copy()
+    wanted = engines.d.world.add(
+        num_tokens, {"do_remote_prefill": True, **where, **name}, prompt=3000
+    )
+    loaded(engines, wanted)
+    check(engines, asked, wanted, before, is_followed=True)
+
+
+def test_only_rows_after_a_prefix_hit_are_read(engines):
+    """A hit ends where rows of every length do."""
+    for num_tokens, hit in ((1025, 0), (1290, 1024)):
+        asked, params = offered(engines.p, num_tokens, 4000)
+        before = engines.d.memory.copy()
+        wanted = engines.d.world.add(num_tokens, params, prompt=4000)
+        loaded(engines, wanted)
+        check(engines, asked, wanted, before, hit=hit)
+        while wanted.request_id in engines.d.world.scheduler.requests:
+            engines.d.step()
+
+
+def test_unpacked_rows_are_elements(model):
+    """In bf16 all rows but the indexer's are rows of elements."""
+    layers = specs_of(RATIOS, packed=False)
+    config = w.vllm_config(model, engine={"max_model_len": 4096})
+    made = planned(config, layers, 8)
+    caches = allocate_kv_cache(made, torch.device("cpu"), KVCacheLayout.BLHNC, None)
+    backends = {name: backend for name, (_, backend) in layers.items()}
+    groups = register_groups(vllm_config(backends, names=list(layers)), made, caches, placed())
+    widths = {
+        tuple(part.head_dim * part.item_size_bytes for part in group.cache.geometry.parts)
+        for group in groups
+    }
+    assert widths == {(1024,), (128, 4), (4096,), (8192,), (2048,)}
+
+
+LATENT = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "state_content_bytes": 584}
+
+
+@pytest.mark.parametrize(
+    "spec, backend, text",
+    [
+        (
+            attention(kv.MLAAttentionSpec, **LATENT, block_size=512, tokens_per_state=4),
+            "FLASHMLA_SPARSE_DSV4",
+            "repeat inside a block",
+        ),
+        (
+            attention(
+                kv.MLAAttentionSpec, **LATENT, block_size=256, tokens_per_state=Fraction(1, 2)
+            ),
+            "FLASHMLA_SPARSE_DSV4",
+            "tokens_per_state='1/2'",
+        ),
+        (
+            attention(kv.SlidingWindowMLASpec, **LATENT, block_size=128, sliding_window=128),
+            "DEEPSEEK_SPARSE_SWA",
+            "repeat inside a block",
+        ),
+        (
+            attention(kv.MLAAttentionSpec, **LATENT, block_size=64),
+            "ROCM_FLASHMLA_SPARSE_DSV4",
+            "ROCM",
+        ),
+    ],
+)
+def test_pages_that_are_not_known_are_refused_by_name(spec, backend, text):
+    with pytest.raises(GeometryError, match=text):
+        registered(spec, KVCacheLayout.BLHNC, backend)
+
+
+def test_rings_move_whole():
+    """A request has one block of recent tokens, each at its position modulo the ring's length."""
+    ring = attention(kv.CircularBufferSpec, block_size=16, dcp_sharded=False)
+    group, caches = registered(ring, KVCacheLayout.BLHNC, "GLM5NEXT_KPOOL_TAIL")
+    geometry = group.cache.geometry
+    assert (group.info.keeps, geometry.block_size, len(geometry.parts)) == ("state", 1, 1)
+    (view,) = group.cache.views[1]
+    page = caches["model.layers.1.self_attn.attn"][3].contiguous().view(torch.uint8).flatten()
+    assert read(view)[3].flatten().tolist() == page.tolist()
