@@ -674,3 +674,45 @@ def test_values_of_another_size_than_keys_are_counted(capsys, tmp_path):
     config = {**QWEN_2, "sliding_window": None, "v_head_dim": 64}
     report = json.loads(planned(capsys, tmp_path, config, "--json"))
     assert report["total_bytes"] == kv(32, TOKENS, 8, 128) * 3 // 4
+
+
+@pytest.mark.parametrize(
+    "config, full",
+    [
+        ({**MISTRAL_7B, "model_type": "gemma2"}, list(range(1, 32, 2))),
+        ({**MISTRAL_7B, "model_type": "cohere2"}, list(range(3, 32, 4))),
+        (
+            {**MISTRAL_7B, "model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+            list(range(3, 32, 4)),
+        ),
+        (
+            {**MISTRAL_7B, "model_type": "gemma3_text", "sliding_window_pattern": 8},
+            list(range(7, 32, 8)),
+        ),
+        (
+            {name: value for name, value in JAMBA.items() if name != "attn_layer_offset"},
+            [4, 12, 20, 28],
+        ),
+        ({**JAMBA, "attn_layer_offset": 1}, [1, 9, 17, 25]),
+    ],
+)
+def test_which_layers_keep_everything_where_a_configuration_has_a_period(
+    capsys, tmp_path, config, full
+):
+    report = json.loads(planned(capsys, tmp_path, config, "--json"))
+    groups = {group["kind"]: group["layers"] for group in report["model"]["groups"]}
+    assert groups["full attention"] == full
+
+
+def test_a_window_of_cohere_2_has_the_token_itself_beside_its_size(capsys, tmp_path):
+    report = json.loads(
+        planned(capsys, tmp_path, {**MISTRAL_7B, "model_type": "cohere2"}, "--json")
+    )
+    assert report["model"]["groups"][1]["extent_tokens"] == 4097
+
+
+def test_t5_s_heads_have_a_size_of_their_own(capsys, tmp_path):
+    """T5-11B: 128 heads of 128 elements, in a model of 1024."""
+    config = {**T5, "d_kv": 128, "num_heads": 128, "d_model": 1024}
+    report = json.loads(planned(capsys, tmp_path, config, "--json"))
+    assert report["total_bytes"] == 2 * kv(6, TOKENS, 128, 128)

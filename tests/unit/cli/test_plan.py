@@ -238,3 +238,26 @@ def test_the_default_chunk_holds_a_large_state(capsys, tmp_path):
     err = capsys.readouterr().err
     assert "staging.chunk_bytes" in err
     assert "--chunk" in err
+
+
+def test_the_busiest_rank_may_be_a_producer(capsys):
+    """One producer sends all to four consumers, each of which gets a quarter."""
+    report = planned(capsys, "--decode", "tp=4", "--tokens", "1000", "--link", "100")
+    assert report["predicted_ms"] == pytest.approx(131_072_000 * 8 / 100e9 * 1e3)
+
+
+def test_replicas_are_read_rank_by_rank_and_connections_counted_once_for_a_pair(capsys):
+    """Eight ranks hold two KV heads four times, and four ranks hold them twice."""
+    model = ("--kv-heads", "2")
+    report = planned(capsys, *model, "--prefill", "tp=8", "--decode", "tp=8")
+    assert [(r["consumer"], r["producer"]) for r in report["reads"]] == [
+        (f"pp0tp{rank}", f"pp0tp{rank}") for rank in range(8)
+    ]
+    assert report["comparison"]["connections"] == 8
+    assert report["comparison"]["replicated"] == ["prefill", "decode"]
+    # each consumer of two stages reads a part of both producers' layers
+    report = planned(capsys, "--prefill", "tp=2", "--decode", "pp=2")
+    assert report["comparison"]["connections"] == 4
+    assert (
+        planned(capsys, "--prefill", "pp=2", "--decode", "pp=2")["comparison"]["connections"] == 2
+    )

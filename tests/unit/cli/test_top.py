@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvconnector.cli import main
-from kvconnector.cli.top import read_snapshots
+from kvconnector.cli.top import MAX_LOADS, read_snapshots
 from kvconnector.integrations import prometheus
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.session import LoadInFlight, WorkerStats
@@ -227,3 +227,40 @@ def test_names_with_brackets_are_shown_as_they_are(capsys, tmp_path):
 def test_an_invalid_endpoint_is_one_line(capsys, endpoint):
     assert main(["top", endpoint, "--count", "1"]) == 2
     assert "HOST:PORT" in capsys.readouterr().err
+
+
+def test_an_engine_that_was_restarted_has_no_rates_until_the_next_look(capsys, monkeypatch):
+    """Its counters begin again: differences would be negative."""
+    first, last = pages_of_an_engine()
+    with serving([last, first]) as endpoint:
+        out = shown(capsys, monkeypatch, endpoint)
+    row = [line for line in out.splitlines() if "d0" in line][-1]
+    assert [cell.strip() for cell in row.split("│")[4:8]] == ["", "", "", ""]
+    assert "direct 1" in row
+    with serving([first, last]) as endpoint:
+        out = shown(capsys, monkeypatch, endpoint)
+    row = [line for line in out.splitlines() if "d0" in line][-1]
+    assert float(row.split("│")[4]) > 0
+
+
+def test_of_many_loads_under_way_the_oldest_are_listed(capsys):
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("d0", Gauges(), registry=registry)
+    ages = [0.1 * number for number in range(MAX_LOADS + 5)]
+    metrics.observe(
+        WorkerStats(loading=tuple(under_way(f"r{n}", seconds=age) for n, age in enumerate(ages)))
+    )
+    transfers = msgspec.json.encode(metrics.in_flight())
+    with serving([generate_latest(registry)], transfers) as endpoint:
+        assert main(["top", endpoint, "--count", "1"]) == 0
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "pp0tp0" in line]
+    assert rows == [f"r{number}" for number in reversed(range(5, MAX_LOADS + 5))]
+
+
+def test_only_loads_that_succeeded_count_as_exposed_time():
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("d0", Gauges(), registry=registry)
+    failed = msgspec.structs.replace(load(5, 0.09), outcome="failed")
+    metrics.observe(WorkerStats(traces=[load(5, 0.09), failed]))
+    name = "kvconnector_exposed_handover_seconds_count"
+    assert registry.get_sample_value(name, {"engine": "d0"}) == 1
