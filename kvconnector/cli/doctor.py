@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import stat
 import tempfile
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from kvconnector.bench.engines import EnginePair
 
 HELLO_TIMEOUT_S = 3.0
+LEAST_FILES, FEW_FILES = 128, 1024
+"""Files that a process of the self-test may need, and those of an engine with few peers."""
 SHARED_MEMORY = Path("/dev/shm")
 KEYS = ("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE")
 DEFAULTS = ConnectorConfig.from_mapping({"engine_id": "doctor", "control": {"insecure": True}})
@@ -192,9 +195,10 @@ def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Findin
         yield Finding("environment", "FAIL", str(error))
         config = DEFAULTS
     yield from _keys(config)
-    shared = _shared_memory()
-    yield shared
-    if (yield from _ucx(config, device)) and shared.verdict != "FAIL":
+    needed = [_shared_memory(), _open_files()]
+    yield from needed
+    is_tried = all(each.verdict != "FAIL" for each in needed)
+    if (yield from _ucx(config, device)) and is_tried:
         yield from attempt("self-test", lambda: _self_test(device, tls))
 
 
@@ -230,6 +234,16 @@ def _shared_memory() -> Finding:
         )
         return Finding("/dev/shm", "FAIL", text)
     return Finding("/dev/shm", "ok", f"{format_bytes(free)} free")
+
+
+def _open_files() -> Finding:
+    """Report how many files a process may open, without which nothing else is tried: libzmq ends a process without."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"a process may have {limit} (ulimit -n); a decode rank needs five for each prefill rank it reads from"
+    verdict: Verdict = "ok" if limit >= FEW_FILES else "warn" if limit >= LEAST_FILES else "FAIL"
+    if verdict == "FAIL":
+        text += f": below {LEAST_FILES} sockets cannot be made, and processes end"
+    return Finding("open files", verdict, text)
 
 
 def _gpus() -> Iterator[Finding]:

@@ -287,3 +287,14 @@ def test_a_malformed_line_of_authorised_keys_is_named_by_file_and_line(tmp_path)
     clients.write_text(f"# ours\n{KEY_PAIR[0]} p0\n\nnonsense\n")
     with pytest.raises(ConfigError, match=f"{clients}:4"):
         CurveKeys.from_files(secret_key_file=secret, authorized_clients_file=clients)
+
+
+@pytest.mark.parametrize("limit, verdict", [(24, "FAIL"), (256, "warn"), (65536, "ok")])
+def test_a_low_limit_of_open_files_is_named_before_anything_is_tried(monkeypatch, limit, verdict):
+    monkeypatch.setattr(doctor_module.resource, "getrlimit", lambda _: (limit, limit))
+    tried = []
+    monkeypatch.setattr(doctor_module, "_self_test", lambda *_: tried.append(1) or [])
+    found = _findings()
+    assert _verdicts(found, "open files") == [verdict]
+    assert bool(tried) == (verdict != "FAIL")
+    assert any(f"may have {limit} (ulimit -n)" in each.text for each in found)
