@@ -23,7 +23,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from kvconnector.config import ControlConfig
-from kvconnector.control.base import Disconnected, PeerHandle, Received
+from kvconnector.control.base import Disconnected, MessageTooLargeError, PeerHandle, Received
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import KVConnectorError, PeerLostError
@@ -175,6 +175,7 @@ class Links:
     def set_peer_inbox(self, link: Link, peer: m.ControlInbox | None) -> None:
         """Record the inbox that the peer's greeting named. Only the first counts."""
         if peer is not None and self._over_ucx and link.sealer is None:
+            link.max_message_bytes = peer.max_message_bytes
             limit_bytes = min(self._max_message_bytes, peer.max_message_bytes)
             link.sealer = Sealer(Inbox(peer.inbox_id, peer.key), limit_bytes)
 
@@ -210,12 +211,22 @@ class Links:
             self._send_unsent(self.with_unsent.popleft())
 
     def send(self, link: Link, message: m.Message) -> None:
-        """Send a message with the others of the driver's turn. No effect on a lost link."""
+        """Send a message with the others of the driver's turn. No effect on a lost link.
+
+        Raises:
+            MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link goes on: whose message
+                it is fails.
+        """
         if link.handle is None or link.is_lost:
             return  # the sessions know, or will
         if type(message) in _OF_LINKS:
             message = self._completed(link, message)
         payload = encode(message, link.version)
+        limit_bytes = min(
+            self._max_message_bytes, link.max_message_bytes or self._max_message_bytes
+        )
+        if len(payload) > limit_bytes:
+            raise MessageTooLargeError.of(payload, limit_bytes)
         is_full = link.unsent_bytes + len(payload) > MAX_BATCH_BYTES
         if is_full or len(link.unsent) >= m.MAX_BATCH_MESSAGES:
             self._send_unsent(link)

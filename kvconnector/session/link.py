@@ -15,9 +15,10 @@ class Link:
     more from it.
 
     *Used by the runtime:* both sides use the wire `version` in which the link was opened. `handle` is the open
-    connection, else None. Messages that come over the transport carry `tag`; `opener` verifies them, and `sealer`
-    signs ours. `consumer` names a consumer that may have mapped this worker's CUDA memory. `unsent` are the messages
-    of the driver's present turn, oldest first.
+    connection, else None. `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so.
+    Messages that come over the transport carry `tag`; `opener` verifies them, and `sealer` signs ours. `consumer` names
+    a consumer that may have mapped this worker's CUDA memory. `unsent` are the messages of the driver's present turn,
+    oldest first.
 
     *Used by the data path:* `endpoint` is the transport's, 0 if there is none. A consumer opens one for messages alone
     and owns it; a producer sends chunks through it as well. `pools` are a producer's pools that are read directly.
@@ -29,6 +30,7 @@ class Link:
     handle: Any = None
     version: int = 0
     is_lost: bool = False
+    max_message_bytes: int = 0
     tag: int = 0
     opener: Any = None
     sealer: Any = None

@@ -2,13 +2,15 @@
 
 import logging
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from kvconnector.errors import InternalError
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import driver as driver_module
-from kvconnector.runtime import intake
+from kvconnector.runtime import intake, links
 from kvconnector.runtime.intake import checked_orders, orders_with_blocks
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import events as ev
@@ -146,6 +148,59 @@ def test_an_exception_for_a_probe_ends_the_consumers_link(monkeypatch, deploymen
     worker.driver.producer.handle(ev.FromPeer(link, probe), world.clock())
     assert worker.poll().stats.contained == {"Bug": 1}
     assert not list(worker.driver.links)
+
+
+def _loaded(deployment, name, ids, into, *, is_followed):
+    """Load a request. Returns the reason of its failure, or None."""
+    world, p, d = deployment
+    num_tokens, ended = 4 * len(ids), {}
+    (worker,) = d.workers
+    offer = p.grant(name, [ids], num_tokens, is_complete=not is_followed)
+    d.want(name, offer, is_followed=is_followed)
+    has_begun = [not is_followed]
+
+    def has_ended():
+        output = worker.poll()
+        if name in output.begun:
+            has_begun[0] = True
+        ended.update({each: output.failed_recving.get(each) for each in output.finished_recving})
+        return name in ended
+
+    if is_followed:
+        world.run(lambda: has_ended() or has_begun[0])
+        offer = replace(offer, blocks=())
+    d.load(name, offer, [into], [range(num_tokens)])
+    if is_followed:
+        p.grant(name, [ids], num_tokens, grown_from=offer)
+    assert world.run(has_ended)
+    return ended[name]
+
+
+@pytest.mark.parametrize("side", ["consumer", "producer"])
+def test_a_message_that_is_too_long_for_the_peer_fails_its_request(monkeypatch, deployment, side):
+    """A peer would end the connection over it, and with it all other requests."""
+    world, p, d = deployment
+    lengths = []
+
+    def measured(message, version):
+        payload = encode(message, version)
+        lengths.append(len(payload))
+        return payload
+
+    monkeypatch.setattr(links, "encode", measured)
+    is_followed = side == "producer"
+    load = partial(_loaded, deployment, is_followed=is_followed)
+    assert load("short", [1, 2], [3, 4]) is None
+    (link,) = (p if is_followed else d).workers[0].driver.links
+    link.max_message_bytes = max(lengths) + 60
+    failed = load("long", [*range(31)], [*range(31)])
+    assert "message is too long" in failed
+    assert load("short again", [1, 2], [3, 4]) is None
+    (producer,) = d.workers[0].driver.consumer._engines._engines.values()
+    assert producer.loss is None
+    for engine in (p, d):
+        assert not engine.workers[0].poll().stats.contained
+    assert world.run(world.is_quiet)
 
 
 def test_a_burst_of_one_bug_is_counted_and_logged_once(caplog):
