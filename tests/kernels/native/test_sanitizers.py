@@ -1,6 +1,9 @@
 """The library's sources under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: see driver.c."""
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,47 @@ def test_a_sanitizer_would_find_a_race(driver_with, tmp_path):
         check=False,
     )
     assert "data race" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_the_data_path_runs_with_a_sanitized_library(tmp_path):
+    """Tests of the loop and of copies, in a Python that has loaded the sanitizers' runtimes."""
+    compiler = build.system_compiler()
+    names = [
+        subprocess.run(
+            [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+        if compiler
+    ]
+    if not names or not all(Path(name).is_absolute() for name in names):
+        pytest.skip("the compiler has no shared runtimes of AddressSanitizer and UBSan")
+    root = build.FOLDER.parents[1]
+    unbuilt = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("kvconnector_kernels", "native"):
+        shutil.copytree(build.FOLDER.parent / name, tmp_path / name, ignore=unbuilt)
+    library = tmp_path / "kvconnector_kernels" / build.NAME
+    flags = ["-shared", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    build.compile_files(compiler, library, build.sources(), flags)
+    tests = [
+        *("tests/kernels/pump", "tests/kernels/block_table/test_device_block_tables.py"),
+        *("tests/unit/datapath/test_pump.py", "tests/unit/datapath/test_copy_threads.py"),
+    ]
+    options = ["-q", "-p", "no:cacheprovider", "-o", f"pythonpath={tmp_path} . examples"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-m", "not (gpu or slow)", *tests],
+        cwd=root,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root), str(root / "examples")]),
+            "LD_PRELOAD": ":".join(names),
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
