@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,13 @@ def _builder(root: str) -> ModuleType:
         sys.path.remove(folder)
     found: ModuleType = build
     return found
+
+
+def _commit(root: str) -> str:
+    """Return the checkout's commit, "" without one, as the package itself finds it."""
+    path = Path(root, "kvconnector", "_version.py")
+    found: dict[str, Any] = runpy.run_path(str(path))
+    return str(found["_commit"](path.parent))
 
 
 class BuildHook(BuildHookInterface[Any]):
@@ -58,6 +66,10 @@ class BuildHook(BuildHookInterface[Any]):
         library = Path(self._folder.name, builder.NAME)
         builder.build(library, self._machine)
         build_data["force_include"][str(library)] = f"kvconnector_kernels/{builder.NAME}"
+        if commit := _commit(self.root):
+            named = Path(self._folder.name, "_commit")
+            named.write_text(f"{commit}\n")
+            build_data["force_include"][str(named)] = "kvconnector/_commit"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what is in the wheel now."""

@@ -7,6 +7,7 @@ import zipfile
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from kvconnector import _version
 from kvconnector_kernels import library
 from native import build
 from native.build import BuildError
@@ -86,3 +87,16 @@ def test_a_wheel_is_for_all_pythons_of_this_machine_and_has_the_library(tmp_path
         assert build.sources_hash().encode() in wheel.read(built)
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         assert b"numba" not in wheel.read(metadata)
+
+
+def test_a_wheel_of_a_checkout_names_its_commit_in_its_version(tmp_path, monkeypatch):
+    """Two builds of one release can be told apart, as in the checkouts that they were made of."""
+    if not (build.system_compiler() or build.has_zig()):
+        pytest.skip("no C compiler works here")
+    monkeypatch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    package = tmp_path / "installed" / "kvconnector"
+    assert _version._version(package) == _version.__version__
+    assert (package / "_commit").is_file() == ("+g" in _version.__version__)
