@@ -51,13 +51,20 @@ class StepContext:
     encoded_ME: Tensor
 
 
-def attend(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, mask_TL: Tensor | None = None) -> Tensor:
+def attend(
+    q_THD: Tensor,
+    k_LHD: Tensor,
+    v_LHD: Tensor,
+    mask_TL: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Grouped attention of one sequence's queries, `[T, H, D]`. True in the mask: the query sees the token."""
     out_HTD = F.scaled_dot_product_attention(
         q_THD.transpose(0, 1).unsqueeze(0),
         k_LHD.transpose(0, 1).unsqueeze(0),
         v_LHD.transpose(0, 1).unsqueeze(0),
         attn_mask=mask_TL,
+        scale=scale,
         enable_gqa=True,
     )
     return out_HTD[0].transpose(0, 1)
@@ -294,21 +301,38 @@ class LatentAttention:
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache this step's latent and attend. Returns this rank's partial sum, `[T, E]`."""
-        config, batch, cache, rotary = self.config, context.batch, context.cache, context.rotary
-        latent_TC, rope_key_TC = F.linear(x_TE, self.kv_a).split(
+        batch, cache = context.batch, context.cache
+        cached_THC = self.latents(F.linear(x_TE, self.kv_a), batch.positions_T, context.rotary)
+        cache.write(self.name, (cached_THC,), batch.slots[cache.group_of[self.name]])
+        q_THC = self.queries(x_TE, batch.positions_T, context.rotary)
+        return self.out(full_attention(q_THC, self.name, context, self.scale))
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention scores."""
+        return float((self.config.head_dim + self.config.mixer.rope_dim) ** -0.5)
+
+    def latents(self, projected_TC: Tensor, positions_T: Tensor, rotary: Rotary) -> Tensor:
+        """Return what the cache holds at these positions, `[T, 1, C]`."""
+        config = self.config
+        latent_TC, rope_key_TC = projected_TC.split(
             (config.mixer.latent_rank, config.mixer.rope_dim), dim=1
         )
         latent_TC = F.rms_norm(latent_TC, latent_TC.shape[1:], self.kv_a_norm, config.norm_eps)
-        rope_key_THC = rotary(rope_key_TC.unsqueeze(1), batch.positions_T)
-        cached_THC = torch.cat((latent_TC.unsqueeze(1), rope_key_THC), dim=-1)
-        cache.write(self.name, (cached_THC,), batch.slots[cache.group_of[self.name]])
+        rope_key_THC = rotary(rope_key_TC.unsqueeze(1), positions_T)
+        return torch.cat((latent_TC.unsqueeze(1), rope_key_THC), dim=-1)
+
+    def queries(self, x_TE: Tensor, positions_T: Tensor, rotary: Rotary) -> Tensor:
+        """Return this rank's queries in the latents' space, `[T, H, C]`."""
+        config = self.config
         width = config.head_dim + config.mixer.rope_dim
         q_THD = F.linear(x_TE, self.q).unflatten(1, (len(self.share.q_heads), width))
         plain_THD, rope_THD = q_THD.split((config.head_dim, config.mixer.rope_dim), dim=-1)
         absorbed_THC = torch.einsum("thd,hdc->thc", plain_THD, self.k_up_HDC)
-        q_THC = torch.cat((absorbed_THC, rotary(rope_THD, batch.positions_T)), dim=-1)
-        out_THC = full_attention(q_THC, self.name, context, width**-0.5)
-        out_THD = torch.einsum(
-            "thc,hdc->thd", out_THC[..., : config.mixer.latent_rank], self.v_up_HDC
-        )
+        return torch.cat((absorbed_THC, rotary(rope_THD, positions_T)), dim=-1)
+
+    def out(self, out_THC: Tensor) -> Tensor:
+        """Return this rank's partial sum of the attended latents, `[T, E]`."""
+        rank = self.config.mixer.latent_rank
+        out_THD = torch.einsum("thc,hdc->thd", out_THC[..., :rank], self.v_up_HDC)
         return F.linear(out_THD.flatten(1), self.o)

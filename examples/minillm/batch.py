@@ -117,9 +117,9 @@ class Batch:
 
 
 def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:
-    """Slots of the tokens that this rank caches: all tokens, unless ranks share them."""
+    """Slots of the tokens that this rank caches: all tokens, unless ranks share them or several share a row."""
     rows = None
-    if group.dcp_size > 1:
+    if group.dcp_size > 1 or group.row_tokens > 1:
         rows = (slots_T != PAD_SLOT_ID).nonzero().squeeze(1)
         slots_T = slots_T[rows]
-    return Slots(slots_T // group.kernel_block_size, slots_T % group.kernel_block_size, rows)
+    return Slots(slots_T // group.kernel_block_rows, slots_T % group.kernel_block_rows, rows)

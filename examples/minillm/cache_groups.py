@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -37,7 +37,14 @@ from kvconnector.planning import (
     KeepsWindow,
     Retention,
 )
-from minillm.config import CacheConfig, CacheKind, EngineConfig, LayerKind, ModelConfig
+from minillm.config import (
+    CacheConfig,
+    CacheKind,
+    CompressedKind,
+    EngineConfig,
+    LayerKind,
+    ModelConfig,
+)
 from minillm.partition import RankShare, rank_share
 
 CACHED_KINDS: dict[LayerKind, tuple[CacheKind, ...]] = {
@@ -47,9 +54,16 @@ CACHED_KINDS: dict[LayerKind, tuple[CacheKind, ...]] = {
     "state": ("state",),
     "encoder": (),
     "decoder": ("full", "cross"),
+    "fine": ("fine_rows", "fine_index", "latents", "fine_compressor"),
+    "coarse": ("coarse_rows", "latents", "coarse_compressor"),
 }
 """The cache groups that a layer of each kind is in."""
-KIND_ORDER: tuple[CacheKind, ...] = ("full", "window", "chunk", "state", "cross")
+COMPRESSED_KINDS: tuple[CompressedKind, ...] = get_args(CompressedKind)
+"""Latents for several tokens each and their index keys, a window of latents, and what compressors keep of tokens."""
+KIND_ORDER: tuple[CacheKind, ...] = (
+    *("full", "window", "chunk", "state", "cross"),
+    *COMPRESSED_KINDS,
+)
 FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
 """Requests of full length that fit into the memory of an engine without a budget."""
@@ -81,6 +95,8 @@ class LayerGroup:
     dcp_size: int = 1
     kernel_block_size: int
     """Tokens in a block as attention reads it, a divisor of those in an allocated block."""
+    row_tokens: int = 1
+    """Tokens that share a row. Attention and the connector count rows, block tables and the block manager tokens."""
 
     @property
     def names(self) -> dict[str, int]:
@@ -100,7 +116,12 @@ class LayerGroup:
     @property
     def transfer_block_size(self) -> int:
         """Tokens in one block on one rank, as the connector counts them."""
-        return 1 if self.kind == "state" else self.rank_block_size
+        return 1 if self.kind == "state" else self.rank_block_size // self.row_tokens
+
+    @property
+    def kernel_block_rows(self) -> int:
+        """Rows of a block as attention reads it."""
+        return self.kernel_block_size // self.row_tokens
 
     @property
     def retention(self) -> Retention:
@@ -114,7 +135,7 @@ class LayerGroup:
                 return KeepsState()
             case CrossAttentionSpec():
                 return KeepsEncoder()
-        return KeepsAll()
+        return KeepsAll(self.row_tokens)
 
 
 def layer_groups(
@@ -129,6 +150,7 @@ def layer_groups(
         if layers:
             heads = model.num_heads if kind == "state" else model.cache_heads
             spec = merge_specs([_spec(model, kind, cache, heads) for _ in layers])
+            row_tokens = model.row_tokens(kind)
             groups.append(
                 LayerGroup(
                     kind=kind,
@@ -138,7 +160,8 @@ def layer_groups(
                     dcp_size=dcp_size,
                     kernel_block_size=spec.block_size
                     if kind == "state"
-                    else cache.kernel_block_size or spec.block_size,
+                    else cache.kernel_block_size * row_tokens or spec.block_size,
+                    row_tokens=row_tokens,
                 )
             )
     return tuple(groups)
@@ -147,7 +170,8 @@ def layer_groups(
 def cache_name(layer: int, kind: CacheKind) -> str:
     """Return the name of a layer's cache in specs."""
     parts: dict[CacheKind, str] = {"state": "mixer", "cross": "cross_attn"}
-    return f"model.layers.{layer}.{parts.get(kind, 'self_attn')}"
+    own = kind if kind in COMPRESSED_KINDS else "self_attn"
+    return f"model.layers.{layer}.{parts.get(kind, own)}"
 
 
 def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, KVCacheSpec]:
@@ -205,6 +229,8 @@ def _attention(model: ModelConfig, cache: CacheConfig, num_heads: int) -> dict[s
 
 
 def _spec(model: ModelConfig, kind: CacheKind, cache: CacheConfig, num_heads: int) -> KVCacheSpec:
+    if kind in COMPRESSED_KINDS:
+        return _compressed_spec(model, kind, cache)
     attention = _attention(model, cache, num_heads)
     match kind:
         case "state":
@@ -221,6 +247,27 @@ def _spec(model: ModelConfig, kind: CacheKind, cache: CacheConfig, num_heads: in
         case "cross":
             return CrossAttentionSpec(**attention)
     return FullAttentionSpec(**attention, use_mla=model.architecture == "mla")
+
+
+def _compressed_spec(model: ModelConfig, kind: CompressedKind, cache: CacheConfig) -> KVCacheSpec:
+    """Return the spec of one latent for all heads. A block has as many rows as others have tokens."""
+    m, mixer = model.row_tokens(kind), model.mixer
+    sizes: dict[str, Any] = {
+        "block_size": cache.block_size * m,
+        "num_kv_heads": 1,
+        "head_size": model.compressed_width(kind),
+        "dtype": FLOAT32,
+        "use_mla": True,
+    }
+    match kind:
+        case "latents":
+            return SlidingWindowSpec(**sizes, sliding_window=mixer.sliding_window)
+        case "fine_compressor":
+            # the next row needs the tokens of two rows
+            return SlidingWindowSpec(**sizes, sliding_window=2 * mixer.fine_tokens)
+        case "coarse_compressor":
+            return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=mixer.coarse_tokens)
+    return FullAttentionSpec(**sizes, row_tokens=m)
 
 
 def cache_limits(config: EngineConfig) -> CacheLimits:

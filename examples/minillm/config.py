@@ -11,9 +11,14 @@ import msgspec
 
 from kvconnector.layout import required_cache_layout
 
-Architecture = Literal["llama", "mla", "hybrid", "chunked-local", "mamba", "encoder-decoder"]
-LayerKind = Literal["full", "window", "chunk", "state", "encoder", "decoder"]
-CacheKind = Literal["full", "window", "chunk", "state", "cross"]
+Architecture = Literal[
+    "llama", "mla", "hybrid", "chunked-local", "mamba", "encoder-decoder", "compressed"
+]
+LayerKind = Literal["full", "window", "chunk", "state", "encoder", "decoder", "fine", "coarse"]
+CompressedKind = Literal[
+    "fine_rows", "fine_index", "coarse_rows", "latents", "fine_compressor", "coarse_compressor"
+]
+CacheKind = Literal["full", "window", "chunk", "state", "cross"] | CompressedKind
 Layout = Literal["HND", "NHD", "HDN", "CROSS"]
 Role = Literal["prefill", "decode", "mono"]
 BlockTables = Literal["host", "device"]
@@ -36,13 +41,21 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_dim: EvenSize = 16
     """MLA: width of the decoupled rotary part, stored after the latent."""
     sliding_window: Span = 64
-    """Hybrid: number of tokens that a query of a window layer sees, itself included."""
+    """Hybrid and compressed: number of tokens that a query of a window layer sees, itself included."""
     attention_chunk: Size = 64
     """Chunked-local: tokens per chunk; a query sees only the tokens of its own chunk."""
     max_encoder_len: Size = 4096
     """Encoder-decoder: longest encoder input, in tokens."""
     state_dim: Size = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
+    fine_tokens: Size = 4
+    """Compressed: tokens of a row in layers with short rows, which overlap by a row and are chosen by an indexer."""
+    coarse_tokens: Size = 16
+    """Compressed: tokens of a row in layers with long rows, all of which are seen."""
+    index_dim: Size = 16
+    """Compressed: width of the indexer's queries and keys."""
+    index_rows: Size = 8
+    """Compressed: number of short rows that a query sees."""
     conv_width: Span = 4
     """Mamba: number of tokens that the causal convolution before the state sees."""
 
@@ -66,21 +79,42 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
 
     def __post_init__(self) -> None:
-        if self.architecture != "mla" and self.num_heads % self.num_kv_heads:
+        if not self.has_latents and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
 
     @property
+    def has_latents(self) -> bool:
+        """True if a token's cache is one latent for all heads."""
+        return self.architecture in ("mla", "compressed")
+
+    @property
     def cache_heads(self) -> int:
         """KV heads of the whole model as the cache sees them: MLA has one latent for all heads."""
-        return 1 if self.architecture == "mla" else self.num_kv_heads
+        return 1 if self.has_latents else self.num_kv_heads
 
     @property
     def cache_dim(self) -> int:
         """Elements that one cached head of one token holds, per part."""
         latent = self.mixer.latent_rank + self.mixer.rope_dim
-        return latent if self.architecture == "mla" else self.head_dim
+        return latent if self.has_latents else self.head_dim
+
+    def compressed_width(self, kind: CompressedKind) -> int:
+        """Elements of a row, or of what a compressor keeps of a token: latent, an index key, and a weight."""
+        latent, key = self.cache_dim, self.mixer.index_dim
+        widths = {
+            "fine_index": key,
+            "fine_compressor": latent + key + 1,
+            "coarse_compressor": latent + 1,
+        }
+        return widths.get(kind, latent)
+
+    def row_tokens(self, kind: CacheKind) -> int:
+        """Number of tokens that share a row of a cache."""
+        fine, coarse = self.mixer.fine_tokens, self.mixer.coarse_tokens
+        rows = {"fine_rows": fine, "fine_index": fine, "coarse_rows": coarse}
+        return rows.get(kind, 1)
 
     @property
     def state_widths(self) -> dict[str, int]:
@@ -97,7 +131,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer: it keeps every token, a window, a chunk, or one state. Mixtures alternate.
+        """Kind of each layer: it keeps every token, a window, a chunk, one state, or short or long rows and a window.
+        Mixtures alternate.
 
         The first quarter of an encoder-decoder model's layers is the encoder, which keeps nothing; each layer of the
         decoder keeps its own tokens and, for cross-attention, the encoder's output.
@@ -112,6 +147,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "chunked-local": "chunk",
             "mamba": "state",
         }
+        if self.architecture == "compressed":
+            return tuple("coarse" if layer % 2 else "fine" for layer in range(self.num_layers))
         odd = other.get(self.architecture, "full")
         return tuple(odd if layer % 2 else "full" for layer in range(self.num_layers))
 

@@ -1,5 +1,5 @@
-"""One rank's share of the model, Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows, chunks, states or an encoder.
-Float32.
+"""One rank's share of the model, Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows, chunks, states, compressed
+rows or an encoder. Float32.
 
 Legend: T tokens of a step, M tokens that its encoder encodes, E hidden size, V vocabulary, S samples.
 """
@@ -21,6 +21,7 @@ from minillm.attention import (
     StepContext,
 )
 from minillm.batch import Batch
+from minillm.compressed_attention import CompressedAttention
 from minillm.messages import SampledToken
 from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups
@@ -45,7 +46,8 @@ class Mlp:
         return F.linear(F.silu(gate) * up, self.down)
 
 
-Mixer = LatentAttention | GroupedAttention | StateMixer | EncoderAttention | CrossAttention
+OwnMixer = LatentAttention | GroupedAttention | StateMixer | EncoderAttention | CompressedAttention
+Mixer = OwnMixer | CrossAttention
 
 
 class Layer:
@@ -56,10 +58,12 @@ class Layer:
         kind = config.layer_kinds[layer]
         self.is_encoder = kind == "encoder"
         self.eps = config.norm_eps
-        mixer: type[LatentAttention | GroupedAttention | StateMixer | EncoderAttention]
+        mixer: type[OwnMixer]
         mixer = LatentAttention if weights.share.is_mla else GroupedAttention
         if kind in ("state", "encoder"):
             mixer = StateMixer if kind == "state" else EncoderAttention
+        if kind in ("fine", "coarse"):
+            mixer = CompressedAttention
         mixers: dict[str, Mixer] = {"input": mixer(weights, layer)}
         if kind == "decoder":
             mixers["cross"] = CrossAttention(weights, layer)

@@ -28,7 +28,7 @@ from kvconnector.layout import (
     current_attention_backend,
     probe_layout,
 )
-from minillm.cache_groups import LayerGroup, cache_name
+from minillm.cache_groups import COMPRESSED_KINDS, LayerGroup, cache_name
 
 if TYPE_CHECKING:
     from minillm.config import CacheKind, Layout
@@ -97,7 +97,7 @@ class PagedCache:
             self.group_of[name] = index
             self.views[name] = kept
             self.parts[name] = tuple(
-                _as_tensor(_in_blocks_of(view, self.groups[index].kernel_block_size), memory)
+                _as_tensor(_in_blocks_of(view, self.groups[index].kernel_block_rows), memory)
                 for view in kept
             )
 
@@ -122,8 +122,8 @@ class PagedCache:
         return (turns % group.world_size == group.rank).nonzero().squeeze(1)
 
     def read(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
-        """Copy some tokens of a sequence's blocks: one `[H, L, D]` tensor per part."""
-        block_size = self.groups[self.group_of[name]].kernel_block_size
+        """Copy some tokens, or rows, of a sequence's blocks: one `[H, L, D]` tensor per part."""
+        block_size = self.groups[self.group_of[name]].kernel_block_rows
         used = block_ids[tokens.start // block_size : -(-tokens.stop // block_size)]
         first = tokens.start % block_size
         return tuple(
@@ -178,7 +178,7 @@ def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionB
     """Return the backends of a rank's layers; none for those with the default one."""
     backend = LatentPagedAttention() if share.is_mla else HeadsFirstAttention()
     has_default = layout == "NHD" and not share.is_mla
-    kinds: tuple[CacheKind, ...] = ("full", "cross")
+    kinds: tuple[CacheKind, ...] = ("full", "cross", *COMPRESSED_KINDS)
     names = [cache_name(layer, kind) for layer in share.layers for kind in kinds]
     return {} if has_default else dict.fromkeys(names, backend)
 
@@ -198,7 +198,7 @@ def _layer_views(
     backend, cross_layers = current_attention_backend(backends, names[0]), len(names) > 1
     item = spec.dtype.item_size_bytes
     shape = backend.get_kv_cache_shape(
-        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+        num_blocks, spec.rows_per_page, spec.num_kv_heads, spec.head_size
     )
     if cross_layers:
         shape = (len(names), *shape)

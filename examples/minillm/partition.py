@@ -79,7 +79,7 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         rank=dcp_rank,
         interleave_tokens=parallel.interleave_tokens,
     )
-    is_mla = model.architecture == "mla"
+    is_mla = model.has_latents
     return RankShare(
         rank=Rank(pp_rank, tp_rank),
         layers=TpKVTopology.layers_of(

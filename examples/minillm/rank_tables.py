@@ -219,6 +219,7 @@ def create_rank_tables(
         "max_num_batched_tokens": max_batched_tokens,
         "device": device,
         "context_parallel": context_parallel,
+        "row_tokens": [group.row_tokens for group in groups],
     }
     if kind == "host":
         return HostTables(MultiGroupBlockTable(**sizes), groups, device)

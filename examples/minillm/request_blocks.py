@@ -101,6 +101,11 @@ class RequestBlocks:
         """Share of full prompt blocks that were found by the first group, 0.0 to 1.0."""
         return self._pools[0].get_prefix_cache_hit_rate(Device.GPU)
 
+    def reset_prefix_cache(self) -> None:
+        """Let no later request reuse what is cached now, as after a change of the model's weights."""
+        for pool in self._pools:
+            pool.reset_prefix_cache()
+
     def can_ever_hold(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         """Returns True if a request of `num_tokens` tokens fits into empty pools."""
         num_slots = num_tokens + self._lookahead

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvconnector.cache.block_manager import Sequence as TokenSequence
 from kvconnector.cache.block_manager import SequenceGroup, SequenceStatus
-from kvconnector.planning import KeepsChunk, KeepsState, KeepsWindow, Retention
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,10 @@ class RequestBooks:
 
 
 def forgetting(retention: Retention) -> dict[str, Any]:
-    """Return a block manager's options for a group that forgets tokens."""
+    """Return a block manager's options for a group that forgets tokens, or has rows of several."""
     match retention:
+        case KeepsAll(row_tokens=row_tokens):
+            return {"row_tokens": row_tokens}
         case KeepsWindow(window_tokens=window):
             return {"sliding_window": window}
         case KeepsChunk(chunk_tokens=chunk):

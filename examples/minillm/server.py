@@ -143,7 +143,7 @@ class CompletionHandler:
 
 
 class StatusHandlers:
-    """GET /health, GET /metrics and GET /transfers."""
+    """GET /health, GET /metrics, GET /transfers and POST /reset_prefix_cache."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -153,6 +153,11 @@ class StatusHandlers:
         if self.engine.failure is not None:
             raise ApiError(503, self.engine.failure_summary)
         return web.json_response({"status": "ok", "engine_id": self.engine.config.engine_id})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Forget all cached prefixes. Requests that run keep their blocks."""
+        self.engine.scheduler.blocks.reset_prefix_cache()
+        return web.json_response({"status": "ok"})
 
     async def transfers(self, request: web.Request) -> web.Response:
         """Return the loads under way, as `kvconnector top` reads them."""
@@ -190,6 +195,7 @@ def create_app(engine: Engine) -> web.Application:
             web.get("/health", status.health),
             web.get("/metrics", status.metrics),
             web.get("/transfers", status.transfers),
+            web.post("/reset_prefix_cache", status.reset_prefix_cache),
         ]
     )
     return app

@@ -9,7 +9,13 @@ import msgspec
 from kvconnector.runtime import CacheGroup, StepMetadata, Worker
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry
-from minillm.config import ITEM_SIZE_BYTES, CacheKind, EngineConfig, ModelConfig
+from minillm.cache_groups import COMPRESSED_KINDS
+from minillm.config import (
+    ITEM_SIZE_BYTES,
+    CacheKind,
+    EngineConfig,
+    ModelConfig,
+)
 from minillm.messages import EMPTY, block_number
 from minillm.paged_cache import PagedCache
 from minillm.partition import RankShare
@@ -94,6 +100,7 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
                     dcp_size=share.context_parallel.world_size,
                     dcp_rank=share.context_parallel.rank,
                     interleave_tokens=share.context_parallel.interleave_tokens,
+                    row_tokens=group.row_tokens,
                 ),
                 views=caches,
                 device=cache.device,
@@ -106,6 +113,9 @@ def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartG
     """Return the parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
     heads, total = share.kv_heads, model.cache_heads
     widths = {"latent": model.cache_dim} if share.is_mla else dict.fromkeys("kv", model.cache_dim)
+    if kind in COMPRESSED_KINDS:
+        name = kind.partition("_")[2] or kind
+        widths = {name: model.compressed_width(kind)}
     if kind == "state":
         heads, total, widths = share.state_heads, model.num_heads, model.state_widths
     return tuple(
@@ -123,6 +133,12 @@ def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartG
 
 def model_name(model: ModelConfig) -> str:
     """Return a name for everything that two engines must agree on besides their caches' geometry."""
-    sights = {"window": model.mixer.sliding_window, "chunk": model.mixer.attention_chunk}
+    mixer = model.mixer
+    sights = {
+        "window": mixer.sliding_window,
+        "chunk": mixer.attention_chunk,
+        "fine": f"{mixer.fine_tokens}-{mixer.index_rows}-{mixer.sliding_window}",
+        "coarse": mixer.coarse_tokens,
+    }
     sight = "".join(f"-{kind}{size}" for kind, size in sights.items() if kind in model.layer_kinds)
     return f"minillm-{model.architecture}-seed{model.seed}{sight}"

@@ -41,6 +41,7 @@ WINDOWS = ModelConfig(architecture="hybrid")
 CHUNKS = ModelConfig(architecture="chunked-local")
 STATES = ModelConfig(architecture="mamba")
 ENCODER = ModelConfig(architecture="encoder-decoder")
+COMPRESSED = ModelConfig(architecture="compressed")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ CASES = {
     "chunks": Case("pp=2,block=12,layout=CROSS", "tp=2,block=16", CHUNKS, PACKED),
     "encoder": Case("tp=2,block=16", "pp=2,layers=3+5,block=6,layout=NHD", ENCODER, DIRECT),
     "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, DIRECT),
+    "compressed rows": Case("tp=2,block=16", "tp=1,block=6,layout=NHD", COMPRESSED, PACKED),
     "one step": Case(
         "tp=2,block=16", "tp=1,block=6,layout=NHD", connector=PACKED, long=(1100, 1700)
     ),
@@ -88,6 +90,12 @@ SLOW_CASES = {
     ),
     "encoder in one step": Case(
         "tp=1,block=8", "tp=2,block=16,layout=CROSS", ENCODER, long=(1100, 1700)
+    ),
+    "compressed rows to stages": Case(
+        "tp=1,block=8", "pp=2,layers=7+1,block=3", COMPRESSED, DIRECT
+    ),
+    "compressed rows to ranks": Case(
+        "tp=1,block=5", "tp=2,block=16,layout=HDN", COMPRESSED, PACKED
     ),
     "latents to stages": Case("tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA),
     "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, prod
+from typing import ClassVar
 
 from kvconnector.cache.specs.base import CacheLimits, DType, KVCacheSpec, SpecT, ceil_div
 from kvconnector.errors import CacheSpecError, require_at_least
@@ -29,6 +31,8 @@ class AttentionSpec(KVCacheSpec):
     dtype: DType
     use_mla: bool = False
     row_tokens: int = 1
+    can_compress: ClassVar[bool] = False
+    """True if several tokens may share a row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +45,6 @@ class AttentionSpec(KVCacheSpec):
             raise CacheSpecError(
                 "a layer that keeps some tokens only has a row for each", spec=self
             )
-
-    @property
-    def can_compress(self) -> bool:
-        """True if several tokens may share a row."""
-        return False
 
     @property
     def rows_per_page(self) -> int:
@@ -62,8 +61,12 @@ class AttentionSpec(KVCacheSpec):
         elements = self.rows_per_page * self.num_kv_heads * self.head_size
         return self.num_parts * elements * self.dtype.item_size_bytes
 
-    def _pages_bytes(self, num_rows: int) -> int:
-        return ceil_div(num_rows, self.rows_per_page) * self.page_size_bytes
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        return ceil_div(self._max_rows(limits), self.rows_per_page) * self.page_size_bytes
+
+    @abstractmethod
+    def _max_rows(self, limits: CacheLimits) -> int:
+        """Return the most rows of one request on one rank, those of a page before them in it included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,7 @@ class FullAttentionSpec(AttentionSpec):
     `attention_chunk_size` (in tokens, at most one of the two) describes its mask, and saves no memory.
     """
 
+    can_compress = True
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
@@ -87,13 +91,9 @@ class FullAttentionSpec(AttentionSpec):
         if None not in masks.values():
             raise CacheSpecError("a layer has a sliding window or attention chunks", **masks)
 
-    @property
-    def can_compress(self) -> bool:
-        return True
-
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+    def _max_rows(self, limits: CacheLimits) -> int:
         rows = limits.max_model_len // self.row_tokens
-        return self._pages_bytes(ceil_div(rows, limits.decode_context_parallel_size))
+        return ceil_div(rows, limits.decode_context_parallel_size)
 
     @classmethod
     def merge(cls, specs: Sequence[SpecT]) -> SpecT:
@@ -121,15 +121,15 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         super().__post_init__()
         require_at_least(1, CacheSpecError, attention_chunk_size=self.attention_chunk_size)
 
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return the pages of one chunk and of the tokens that one step adds.
+    def _max_rows(self, limits: CacheLimits) -> int:
+        """Return the rows of one chunk and of the tokens that one step adds.
 
         If the block size does not divide the chunk size, a chunk may start inside a block, at the latest at the last
         multiple of their greatest common divisor. The block's tokens before it count, too.
         """
         offset = self.block_size - gcd(self.block_size, self.attention_chunk_size)
         tokens = offset + self.attention_chunk_size + limits.max_num_batched_tokens
-        return self._pages_bytes(min(tokens, limits.max_model_len))
+        return min(tokens, limits.max_model_len)
 
     @property
     def uniform_kind(self) -> Hashable:
@@ -149,8 +149,8 @@ class SlidingWindowSpec(AttentionSpec):
         super().__post_init__()
         require_at_least(1, CacheSpecError, sliding_window=self.sliding_window)
 
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return the pages of the window before a step and of the step's tokens.
+    def _max_rows(self, limits: CacheLimits) -> int:
+        """Return the rows of the window before a step and of the step's tokens.
 
         There is one page more, because the window may start inside a block: six tokens fill two blocks of four, as in
         `xxxx|xx..`, or three, as in `...x|xxxx|x...`.
@@ -163,7 +163,7 @@ class SlidingWindowSpec(AttentionSpec):
                 "a sliding window cannot be spread by decode context parallelism", limits=limits
             )
         tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
-        return self._pages_bytes(tokens) + self.page_size_bytes
+        return tokens + self.block_size
 
     @property
     def uniform_kind(self) -> Hashable:
@@ -177,8 +177,8 @@ class RingSpec(AttentionSpec):
     row `p % block_size`, and overwrites an older one. So a block serves one request, and no prefix of another.
     """
 
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return the bytes of one page, which does not grow.
+    def _max_rows(self, limits: CacheLimits) -> int:
+        """Return the rows of the one block, which does not grow.
 
         Raises:
             CacheSpecError: context parallelism would spread the ring's tokens over ranks.
@@ -187,7 +187,7 @@ class RingSpec(AttentionSpec):
             raise CacheSpecError(
                 "a ring cannot be spread by decode context parallelism", limits=limits
             )
-        return self.page_size_bytes
+        return self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,7 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
     def is_cached(self) -> bool:
         return False
 
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return 0."""
+    def _max_rows(self, limits: CacheLimits) -> int:
         return 0
 
 
@@ -207,8 +206,8 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
 class CrossAttentionSpec(AttentionSpec):
     """K and V of the encoder's output, written once per request."""
 
-    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        return self._pages_bytes(limits.max_num_encoder_tokens)
+    def _max_rows(self, limits: CacheLimits) -> int:
+        return limits.max_num_encoder_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,6 +149,9 @@ def crowd(architecture, folder, **host):
         assert [*map(token_ids, answers)] == [expected(architecture, prompt) for prompt in prompts]
         assert engine.scheduler.blocks.get_prefix_cache_hit_rate() > 0
         assert engine.scheduler.blocks.swapped_blocks > 0
+        engine.scheduler.blocks.reset_prefix_cache()
+        (answer,) = engine.run(Request("again", prompts[0], MAX_TOKENS))
+        assert token_ids(answer) == expected(architecture, prompts[0])
         groups = len(engine.scheduler.blocks.groups)
         assert engine.scheduler.blocks.get_num_free_gpu_blocks() == 26 * groups
         assert engine.scheduler.blocks.get_num_free_cpu_blocks() == 26 * groups
@@ -178,6 +181,7 @@ CASES = {
     "demo: encoder handed over": lambda folder: hand_over("encoder-decoder", folder),
     "demo: hybrid handed over": lambda folder: hand_over("hybrid", folder),
     "demo: mamba handed over": lambda folder: hand_over("mamba", folder),
+    "demo: compressed rows handed over": lambda folder: hand_over("compressed", folder),
     "demo: mla handed over, packed": lambda folder: hand_over("mla", folder, direct="never"),
 }
 

@@ -28,6 +28,14 @@ def test_only_requests_with_the_same_salt_find_a_prompt_again():
         assert run_once(blocks, "r", range(9), salt) == hit
 
 
+def test_a_reset_cache_is_filled_anew():
+    blocks = make_blocks(32, architecture="compressed")
+    prompt = range(16 * BLOCK_SIZE + 1)  # a block of the longest rows
+    assert [run_once(blocks, "r", prompt, "") for _ in range(2)] == [0, 16 * BLOCK_SIZE]
+    blocks.reset_prefix_cache()
+    assert [run_once(blocks, "r", prompt, "") for _ in range(2)] == [0, 16 * BLOCK_SIZE]
+
+
 def test_a_window_that_moved_on_is_not_offered():
     blocks = make_blocks(16, architecture="hybrid")
     start(blocks, "a", range(10))

@@ -14,7 +14,7 @@ from kvconnector.errors import (
     TransferTimeoutError,
 )
 from kvconnector.ids import Rank
-from kvconnector.layout import GroupBlocks, Watermark
+from kvconnector.layout import ALL_LAYERS, GroupBlocks, Watermark
 from kvconnector.session import ConsumerSession, load
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
@@ -308,6 +308,26 @@ def test_rows_fill_the_tokens_that_they_stand_for():
     one.engine.row_tokens, one.unread_tokens = (4,), (range(3, 3),)
     one.note_filled()
     assert one.filled_tokens == 14
+
+
+@pytest.mark.parametrize(
+    "watermark, left, rows, layers",
+    [
+        (Watermark(9), range(10), range(2), ALL_LAYERS),
+        (Watermark(9), range(2, 10), range(2, 2), ALL_LAYERS),
+        # the newest step's tokens, as far as its first layer has them
+        (Watermark(12, 41, 1), range(3, 11), range(3, 10), range(1)),
+        (Watermark(12, 15, 1), range(3, 11), range(3, 3), ALL_LAYERS),
+    ],
+)
+def test_rows_are_read_once_all_of_their_tokens_are_there(watermark, left, rows, layers):
+    one = load.Load(harness.want(is_followed=True), RemoteEngine(harness.ADDRESS), 0.0)
+    one.engine.row_tokens, one.unread_tokens = (4,), (left,)
+    blocks = (GroupBlocks.of(IDS),)
+    one.record_progress(1, m.Progress(transfer_id="t", watermark=watermark, blocks=blocks))
+    piece = one._ready([1])
+    assert piece.token_ranges == (rows,)
+    assert not rows or piece.layers == layers
 
 
 @pytest.mark.parametrize(
