@@ -11,6 +11,7 @@ import torch
 
 from kvconnector.errors import ConfigError, GeometryError, LocalError, TransferAbortedError
 from tests.sglang.listed import hybrid_pool, listed
+from tests.sglang.pure.registry import Registry
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ucx]
@@ -39,7 +40,7 @@ class Side:
         self.pool = _pool(kind, page_size, device)
         self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 0)
         args = listed(self.pool, page_size, num_layers=LAYERS)
-        args.engine_rank = args.pp_rank = 0
+        args.pp_rank = args.system_dp_rank = 0
         args.kv_cache_dtype_str, args.kv_layout = "auto", None
         args.is_hybrid_mla_backend = False
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
@@ -131,6 +132,11 @@ def backend(monkeypatch):
     parallel = SimpleNamespace(
         world_group=SimpleNamespace(cpu_group=None),
         attn_tp_size=1,
+        attn_tp_rank=0,
+        attn_dp_rank=0,
+        nnodes=1,
+        dist_init_addr=None,
+        load_balance_method="follow_bootstrap_room",
         pp_size=1,
         dp_size=1,
         attn_dp_size=1,
@@ -155,10 +161,11 @@ def backend(monkeypatch):
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
-    monkeypatch.setattr(backend, "get_serving", lambda: SimpleNamespace(host="127.0.0.1"))
+    monkeypatch.setattr(backend, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
     monkeypatch.setattr(backend, "gather", lambda own, _: [own])
     monkeypatch.setattr(backend, "ModelConfig", config)
-    return backend
+    with closing(Registry(disagg.disaggregation_bootstrap_port)):
+        yield backend
 
 
 @contextmanager

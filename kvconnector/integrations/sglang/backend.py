@@ -20,13 +20,13 @@ import msgspec
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import (
-    BaseKVBootstrapServer,
     BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
     KVArgs,
     KVTransferMetric,
 )
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
@@ -36,6 +36,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
+from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang import check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
@@ -50,6 +51,7 @@ from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt
 logger = logging.getLogger(__name__)
 
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
@@ -84,10 +86,12 @@ class KVManager(RankTransfers, BaseKVManager):
             check_release("SPARSE")
         refuse_unsupported(_facts(args, server_args))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
-        group = get_parallel().world_group.cpu_group
+        parallel = get_parallel()
+        group = parallel.world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
         first, *_ = gather(msgspec.json.encode(own), group)
         token, port = msgspec.json.decode(first, type=tuple[str, int])
+        dp_rank, dp_size = _data_parallel(args)
         config = connector_config(
             is_prefill=is_prefill,
             host=get_serving().host,
@@ -95,18 +99,63 @@ class KVManager(RankTransfers, BaseKVManager):
             unique_name=f"sglang-decode-{token}",
             own_address=get_local_ip_auto(fallback="127.0.0.1"),
             environ=os.environ,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            num_nodes=parallel.nnodes,
         )
+        must_query = bool(envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get())
         super().__init__(
             config,
             args=args,
             shape=shape,
             model=server_args.served_model_name or server_args.model_path,
-            gather=lambda payload: gather(payload, group),
+            gather=lambda payload: of_engine(payload, dp_rank, group),
+            directory_port=port + 1 + dp_rank,
+            must_query=must_query,
         )
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.enable_deferred_decode_kv_release = self.defers_release = not is_prefill and bool(
+            envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+        )
+        if is_prefill:
+            method = parallel.load_balance_method
+            self.follows_rooms = method == "follow_bootstrap_room" and not must_query
+            self._register(port, group)
         hook_queues()
 
+    def _register(self, port: int, group: distributed.ProcessGroup) -> None:
+        """Register this rank with its server's registry, under its engine's directory service."""
+        found = of_engine(msgspec.json.encode(self.directory), self.dp_rank, group)
+        (directory,) = filter(None, (msgspec.json.decode(each, type=str) for each in found))
+        parallel, args = get_parallel(), self.kv_args
+        where = parse_address(directory)
+        is_attention = parallel.attn_dp_size > 1
+        row = {
+            "attn_tp_size": parallel.attn_tp_size,
+            "attn_tp_rank": parallel.attn_tp_rank,
+            "attn_cp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_dp_size": self.dp_size if is_attention else 1,
+            "attn_dp_rank": self.dp_rank if is_attention else 0,
+            "pp_size": parallel.pp_size,
+            "pp_rank": args.pp_rank,
+            "system_dp_size": 1 if is_attention else self.dp_size,
+            "system_dp_rank": 0 if is_attention else self.dp_rank,
+            "rank_ip": where.host,
+            "rank_port": where.port,
+            "page_size": args.page_size,
+            "kv_cache_dtype": args.kv_cache_dtype_str,
+            "load_balance_method": parallel.load_balance_method,
+            "prefill_http_port": get_serving().port,
+        }
+        host = get_serving().host
+        if parallel.nnodes > 1 and parallel.dist_init_addr:
+            host = parallel.dist_init_addr.rpartition(":")[0].strip("[]")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - wildcards
+        self.register(HostPort(host, port), row)
+
     def register_to_bootstrap(self) -> None:
-        """Do nothing: rank 0 of a prefill engine has already started the directory service."""
+        """Do nothing: the rank has registered."""
 
     def submit_prefill_recompute(self, receiver: LoadedPrompt, *_: object) -> None:
         """Fail a request whose retracted prompt is to be computed again with new weights."""
@@ -127,14 +176,8 @@ class KVReceiver(LoadedPrompt, BaseKVReceiver):
     """One request on one rank of the decode engine."""
 
 
-class BootstrapServer(BaseKVBootstrapServer):
-    """A placeholder: rank 0's directory service listens on the bootstrap port instead."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.address = (host, port)
-
-    def close(self) -> None:
-        """Do nothing."""
+class BootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own registry of prefill ranks: see `registry.py`."""
 
 
 CLASSES = {
@@ -151,6 +194,7 @@ CLASSES = {
 def hook_queues() -> None:
     """Put our hooks into SGLang's queues, once in a process."""
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+    HookRegistry.register(CREATE_RECEIVER, note_rank, HookType.AFTER)
     for method in ADMISSIONS:
         HookRegistry.register(method, refuse_malformed, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -168,6 +212,11 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
     return True
+
+
+def note_rank(decode_req: Any, queue: Any, req: Any, *_: object, **__: object) -> None:
+    """Record the prefill rank that the router named on the receiver: a hook after `_create_receiver_and_enqueue`."""
+    decode_req.kv_receiver.dp_rank = req.disagg_prefill_dp_rank
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
@@ -200,12 +249,42 @@ def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
+def of_engine(payload: bytes, dp_rank: int, group: distributed.ProcessGroup) -> list[bytes]:
+    """Exchange JSON texts between the ranks of one data-parallel rank. All ranks of the group call this.
+
+    Args:
+        payload: This rank's text.
+        dp_rank: This rank's data-parallel rank.
+        group: All ranks of the server, or of a replica.
+
+    Returns:
+        The texts of the ranks of this one's engine, in rank order.
+    """
+    own = msgspec.json.encode((dp_rank, msgspec.Raw(payload)))
+    texts = [msgspec.json.decode(each, type=tuple[int, msgspec.Raw]) for each in gather(own, group)]
+    return [bytes(text) for rank, text in texts if rank == dp_rank]
+
+
+def _data_parallel(args: KVArgs) -> tuple[int, int]:
+    """Return the data-parallel rank and how many there are: of attention, or of whole replicas."""
+    parallel = get_parallel()
+    size = max(parallel.dp_size, parallel.attn_dp_size)  # 0.5.21 sets both for attention
+    if parallel.attn_dp_size > 1:
+        return parallel.attn_dp_rank, size
+    return args.system_dp_rank or 0, size
+
+
 def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
     parallel, disagg = get_parallel(), get_disagg()
     pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     return {
-        "dp_size": parallel.dp_size,
-        "attention dp_size": parallel.attn_dp_size,
+        # each rank then has a registry of its own
+        "SGLANG_RUST_SERVER with data-parallel attention": (
+            parallel.attn_dp_size > 1 and bool(envs.SGLANG_RUST_SERVER.get())
+        ),
+        # the number of data-parallel ranks changes
+        "max_ep_size": getattr(parallel, "max_ep_size", None),
+        "ep_join_mode": getattr(parallel, "ep_join_mode", None),
         "attn_cp_size": parallel.attn_cp_size,
         "dcp_size": parallel.attn_dcp_size,
         "enable_kv_cache_sharding": getattr(
@@ -235,7 +314,7 @@ def _is_sparse(args: KVArgs) -> bool:
 def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> Shape:
     parallel = get_parallel()
     model = ModelConfig.from_server_args(server_args)
-    tp_rank, tp_size = args.engine_rank, parallel.attn_tp_size
+    tp_rank, tp_size = parallel.attn_tp_rank, parallel.attn_tp_size
     pp_rank, pp_size = args.pp_rank, parallel.pp_size
     num_layers = model.num_hidden_layers
     stage = range(*get_pp_indices(num_layers, pp_rank, pp_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,13 @@ import msgspec
 import torch
 
 from kvconnector.config import ConnectorConfig
+from kvconnector.control.address import HostPort
+from kvconnector.control.zmq import ControlChannel
+from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.registry import Finder, Poster
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import PrefillEngines
 from kvconnector.runtime import Worker
@@ -49,6 +53,9 @@ class RankTransfers:
         shape: The rank's place and the model's heads and layers, which `args` lacks.
         model: The model's name, on which both engines must agree.
         gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it once.
+        directory_port: Where a prefill engine's directory service listens, if that is free and no setting says another:
+            an engine that is started again should be found where it was.
+        must_query: True if a decode engine asks the prefill engine's registry for every request's rank.
 
     Raises:
         KVConnectorError: a cache cannot be transferred, the ranks do not form one engine, or as `Worker.register` and
@@ -63,8 +70,19 @@ class RankTransfers:
         shape: Shape,
         model: str,
         gather: Callable[[bytes], Sequence[bytes]],
+        directory_port: int = 0,
+        must_query: bool = False,
     ) -> None:
+        self.config = config
         self.prefill_engines = PrefillEngines(config)
+        self.directory = ""
+        """Address of the directory service, in the rank of a prefill engine that has it."""
+        self.dp_rank, self.dp_size = 0, 1
+        self.follows_rooms = True
+        """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
+        self.defers_release = False
+        """True if SGLang keeps a failed request's pages until `is_abort_release_safe`."""
+        self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
         groups, kinds = registered_groups(args, shape, self.rows)
@@ -81,8 +99,12 @@ class RankTransfers:
             self.worker.start_step(StepMetadata(engine=geometry))
             if config.role == "producer" and rank == Rank(0, 0):
                 directory = directory_of(geometry, workers, stream=config.stream)
-                control = open_control(config, config.control.port)
+                control = _open_directory(config, directory_port)
+                self.directory = control.address
                 started.callback(DirectoryService(control, directory).start().close)
+            if config.role == "consumer":
+                self.finder = Finder(must_query=must_query)
+                started.callback(self.finder.close)
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
@@ -96,6 +118,11 @@ class RankTransfers:
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         moved = [group.kind for group in kinds]
         logger.info("kvconnector moves %s of %s as engine %s", moved, rank, config.engine_id)
+
+    def register(self, registry: HostPort, row: Mapping[str, object]) -> None:
+        """Register this rank of a prefill engine with its server's registry, in a thread of its own."""
+        self.poster = Poster(registry, row)
+        self._started.callback(self.poster.close)
 
     @contextmanager
     def after(self, *events: Any) -> Iterator[None]:
@@ -148,6 +175,14 @@ class RankTransfers:
             if transfer is not None:
                 transfer.ended(failed.get(request_id))
 
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
+        """Returns True if nothing reads or writes the pages of a room's failed request any more."""
+        self.take()
+        return all(each.room != bootstrap_room for each in self._transferring.values())
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Do nothing: what `is_abort_release_safe` looks at ends by itself."""
+
     def deregister_buffer_to_engine(self) -> None:
         """End all transfers before SGLang releases the pools' memory. Raises MemoryInUseError: one goes on too long."""
         self.worker.quiesce(QUIESCE_S)
@@ -159,3 +194,14 @@ class RankTransfers:
     def teardown(self) -> None:
         """Stop the directory service and the worker; see `Worker.close`. Idempotent."""
         self._started.close()
+
+
+def _open_directory(config: ConnectorConfig, preferred_port: int) -> ControlChannel:
+    """Open the directory service's channel, at any port if the preferred one is taken."""
+    if config.control.port or not preferred_port:
+        return open_control(config, config.control.port)
+    try:
+        return open_control(config, preferred_port)
+    except ConfigError as error:
+        logger.warning("the directory service listens at another port: %s", error)
+        return open_control(config, 0)

@@ -7,21 +7,33 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from kvconnector.allowed_producers import AllowedProducers
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
+from kvconnector.control.address import HostPort
 from kvconnector.control.lookup import host_address
 from kvconnector.control.security import read_key_file
-from kvconnector.errors import AuthenticationError, ConfigError
+from kvconnector.errors import AuthenticationError, ConfigError, ProducerNotAllowedError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.integrations.sglang.fields import bootstrap_address
+from kvconnector.integrations.sglang.registry import Found
 from kvconnector.runtime.channels import security_of
 
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - named to be replaced by an address
+WAITING = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
+"""SGLang's limit for requests that wait for the other engine, in seconds."""
+MAX_WAIT_S = 1e6
 KEY_FILES = ("CONTROL_SECRET_KEY_FILE", "CONTROL_AUTHORIZED_CLIENTS_FILE")
 
 
-def prefill_engine_id(bootstrap_port: int) -> str:
-    """Return a prefill engine's id, which a decode engine can derive: it knows only the host and the port."""
-    return f"sglang-prefill-{bootstrap_port}"
+def prefill_engine_id(bootstrap_port: int, dp_rank: int = 0, dp_size: int = 1) -> str:
+    """Return a prefill engine's id, which a decode engine can derive: it knows the host and the port, and which
+    data-parallel rank has a request. Each of these is an engine.
+    """
+    return f"sglang-prefill-{bootstrap_port}{_suffix(dp_rank, dp_size)}"
+
+
+def _suffix(dp_rank: int, dp_size: int) -> str:
+    return f"-dp{dp_rank}" if dp_size > 1 else ""
 
 
 def connector_config(
@@ -32,36 +44,50 @@ def connector_config(
     unique_name: str,
     own_address: str,
     environ: Mapping[str, str],
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    num_nodes: int = 1,
 ) -> ConnectorConfig:
     """Return one engine's settings: those that SGLang's arguments imply, overridden by `KVCONNECTOR_*` variables.
 
     Args:
         is_prefill: True for a prefill engine, False for a decode engine.
         host: SGLang's `--host`. The control channel binds its address unless `control.host` names another.
-        bootstrap_port: SGLang's `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
-        unique_name: The id of a decode engine, the same in all of its ranks.
+        bootstrap_port: SGLang's `--disaggregation-bootstrap-port`, from which a prefill engine's id follows.
+        unique_name: The id of a decode server, the same in all of its ranks.
         own_address: The address to advertise to peers if the bound one is a wildcard.
         environ: Environment variables.
+        dp_rank: The engine's data-parallel rank in its server, of attention or of whole replicas.
+        dp_size: How many there are.
+        num_nodes: Hosts of the server.
 
     Raises:
         ConfigError: a setting is malformed or contradicts SGLang's arguments, or `host` has no address.
     """
     bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
+    if num_nodes > 1 and bound not in WILDCARDS and f"{ENV_PREFIX}CONTROL_HOST" not in environ:
+        if is_loopback(bound):
+            raise ConfigError(
+                "an engine on several nodes cannot be reached at --host: use --host 0.0.0.0",
+                host=host,
+                nodes=num_nodes,
+            )
+        bound = own_address  # --host is an address of the first node
     control: dict[str, Any] = {"host": bound}
     if bound in WILDCARDS:
         control["advertise_host"] = own_address
     has_keys = any(environ.get(ENV_PREFIX + name) for name in KEY_FILES)
     if is_loopback(bound) and not has_keys:
         control["insecure"] = True
+    name = unique_name + _suffix(dp_rank, dp_size)
     if is_prefill:
-        control["port"] = bootstrap_port
-    name = prefill_engine_id(bootstrap_port) if is_prefill else unique_name
+        name = prefill_engine_id(bootstrap_port, dp_rank, dp_size)
     role = "producer" if is_prefill else "consumer"
-    base = {"engine_id": name, "role": role, "control": control}
+    base = {"engine_id": name, "role": role, "control": control, **_patience(environ)}
     config = ConnectorConfig.from_env(environ, base)
     implied: dict[str, object] = {"role": role}
     if is_prefill:
-        implied |= {"engine_id": name, "control.port": bootstrap_port}
+        implied |= {"engine_id": name}
     for setting, value in implied.items():
         found = attrgetter(setting)(config)
         if found != value:
@@ -71,6 +97,18 @@ def connector_config(
                 implied=value,
             )
     return config
+
+
+def _patience(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the deadlines that SGLang's own variable for waiting requests implies."""
+    text = environ.get(WAITING)
+    if text is None:
+        return {}
+    try:
+        seconds = min(max(float(text), 1.0), MAX_WAIT_S)
+    except ValueError as error:
+        raise ConfigError(f"{WAITING} is a number of seconds", found=text) from error
+    return {"peer": {"progress_timeout_s": seconds}, "lease": {"early_follow_s": seconds}}
 
 
 class PrefillEngines:
@@ -84,6 +122,7 @@ class PrefillEngines:
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
+        self._allowed = AllowedProducers(config.control.allowed_producers)
         security = security_of(config)
         self._others = frozenset({""})  # without keys
         self._listed: dict[str, str] = {}
@@ -95,7 +134,22 @@ class PrefillEngines:
                 if comment and key in clients:
                     self._listed.setdefault(comment[0], key)
 
-    def address_of(self, bootstrap_addr: str) -> EngineAddress:
+    def registry_of(self, bootstrap_addr: str) -> HostPort:
+        """Return where the registry of a prefill server is.
+
+        Raises:
+            ConfigError: `bootstrap_addr` is not a host and a port.
+            ProducerNotAllowedError: `control.allowed_producers` does not list it.
+        """
+        address = bootstrap_address(bootstrap_addr)
+        if not self._allowed.allows(address.host, address.port):
+            raise ProducerNotAllowedError(
+                "control.allowed_producers does not list the prefill engine that a request names",
+                address=bootstrap_addr,
+            )
+        return address
+
+    def address_of(self, bootstrap_addr: str, found: Found) -> EngineAddress:
         """Return the address of an engine's directory service, with its public key if keys are used.
 
         The key comes from the line of `control.authorized_clients_file` that has `bootstrap_addr` after its key. If
@@ -103,6 +157,7 @@ class PrefillEngines:
 
         Args:
             bootstrap_addr: `host:port`, as the router sends it.
+            found: What the registry there says. It authenticates nobody: it says where to connect, but not to whom.
 
         Raises:
             ConfigError: `bootstrap_addr` is not a host and a port.
@@ -119,7 +174,8 @@ class PrefillEngines:
                     keys=len(self._others),
                 )
             (key,) = self._others
-        return EngineAddress(EngineId(prefill_engine_id(address.port)), str(address), key)
+        name = prefill_engine_id(address.port, found.dp_rank, found.dp_size)
+        return EngineAddress(EngineId(name), found.directory, key)
 
 
 def _address(host: str) -> str:

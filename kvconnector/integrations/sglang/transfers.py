@@ -19,9 +19,15 @@ engine could take memory for a request that the other one has no room for, both 
 must come first, and the prefill engine needs nothing of the decode engine to go on. The worker loads once SGLang has
 allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
 
+Each data-parallel rank of a server is an engine of its own. A router names the server only, so before the worker can
+greet an engine a `Finder` asks the server's registry which rank has the request (`registry.py`).
+
 If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. First
-it asks each rank for its `failure_exception`. That ends the transfer, and waits up to `SETTLE_S` until nothing reads or
-writes the blocks. Only a worker whose driver hangs takes longer, which is logged as an error.
+it asks each rank for its `failure_exception`, which ends the transfer. A decode engine then keeps the blocks until
+`is_abort_release_safe`, so nothing waits in SGLang's thread; with data-parallel attention all other ranks would wait,
+too. A prefill engine frees them at once, so there, and where SGLang's deferred release is off, `failure_exception`
+waits up to `SETTLE_S` until nothing reads or writes the blocks. Only a worker whose driver hangs takes longer, which is
+logged as an error.
 """
 
 from __future__ import annotations
@@ -35,11 +41,16 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvconnector import errors
+from kvconnector.control.address import HostPort
 from kvconnector.errors import (
+    IncompatiblePeerError,
     KVConnectorError,
+    PeerLostError,
+    PeerUnreachableError,
     RemoteError,
     RemoteProtocolError,
     TransferAbortedError,
+    UnknownRequestError,
 )
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.layout import Watermark
@@ -57,6 +68,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
+"""Errors after which an engine may have been started anew, elsewhere."""
 SETTLE_S = 10.0
 """Seconds that `failure_exception` waits for the worker to stop using a failed request's blocks."""
 WAIT_S = 0.01
@@ -146,11 +159,11 @@ class RoomTransfer:
         """
         error = self.error
         self.abort()
-        until_s = time.monotonic() + SETTLE_S
+        until_s = time.monotonic() + (0.0 if self.kv_mgr.defers_release else SETTLE_S)
         while self.stage is Stage.TRANSFERRING and time.monotonic() < until_s:
             self.kv_mgr.worker.wait(WAIT_S)
             self.kv_mgr.take()
-        if self.stage is Stage.TRANSFERRING:
+        if self.stage is Stage.TRANSFERRING and not self.kv_mgr.defers_release:
             logger.error("SGLang frees the blocks of room %s while they may be in use", self.room)
         if error is None or self.stage is Stage.DONE:
             error = RemoteError("the request failed in another rank of this engine", room=self.room)
@@ -184,7 +197,30 @@ class SentPrompt(RoomTransfer):
             self.stage = Stage.FAILED
             return
         mgr.rooms.add(self.room)
+        if mgr.dp_size > 1 and not self._is_where_it_is_sought(req_has_disagg_prefill_dp_rank):
+            return
         self._grow()
+
+    def _is_where_it_is_sought(self, is_named: bool) -> bool:
+        """Tell decode engines where the request is. Returns False if they would look at another rank: it has failed."""
+        mgr = self.kv_mgr
+        expected = self.room % mgr.dp_size
+        if not mgr.follows_rooms:
+            if mgr.poster is not None:
+                mgr.poster.name(self.room, mgr.dp_rank)
+        elif not is_named and expected != mgr.dp_rank:
+            self.fail(
+                RemoteProtocolError(
+                    "a request was sent to another data-parallel rank than follow_bootstrap_room gives, so its decode"
+                    " engine would look for it there: let the router also send disagg_prefill_dp_rank to it, or use"
+                    " another --load-balance-method",
+                    room=self.room,
+                    dp_rank=mgr.dp_rank,
+                    expected=expected,
+                )
+            )
+            return False
+        return True
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Record the request's row of metadata."""
@@ -231,6 +267,8 @@ class SentPrompt(RoomTransfer):
     def ended(self, reason: str | None) -> None:
         super().ended(reason)
         self.kv_mgr.rooms.discard(self.room)
+        if self.kv_mgr.poster is not None and not self.kv_mgr.follows_rooms:
+            self.kv_mgr.poster.forget(self.room)
 
     def mark_prefill_complete(self) -> None:
         """Do nothing: decode engines may allocate blocks before the prompt is computed."""
@@ -246,6 +284,12 @@ class LoadedPrompt(RoomTransfer):
     """The prompt's length in tokens."""
     window_tokens: int | None = None
     """The length of the model's sliding window in tokens; None if it has none."""
+    dp_rank: int | None = None
+    """The data-parallel rank that the router named, if it did."""
+    abort_notified = True
+    """SGLang's name: its deferred release may ask the manager whether the pages of a failed request are free."""
+    bootstrap_infos: tuple[object, ...] = ()
+    """SGLang's name: nobody has to acknowledge the end of a request."""
     stream: Any = None
     """A CUDA stream whose queued work may still write to the blocks; None if there is none."""
 
@@ -254,14 +298,46 @@ class LoadedPrompt(RoomTransfer):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.stage = Stage.BOOTSTRAPPING
+        self._registry: HostPort | None = None
+        self._find_until_s = 0.0
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Greet the prefill engine and keep its lease alive."""
-        if self.stage is not Stage.BOOTSTRAPPING:
+        """Look for the data-parallel rank that has the request, then greet it and keep its lease alive.
+
+        Args:
+            prefill_dp_rank: SGLang's guess, which is not used: `dp_rank` is the router's word.
+        """
+        if self.stage is not Stage.BOOTSTRAPPING or self._registry is not None:
             return
         with self.failing():
-            engine = self.kv_mgr.prefill_engines.address_of(self._address)
+            self._registry = self.kv_mgr.prefill_engines.registry_of(self._address)
+            self._find_until_s = time.monotonic() + self.kv_mgr.config.lease.early_follow_s
+            self.kv_mgr.finder.want(self._registry, self.room, self.dp_rank)
+            self._look()
+
+    def poll(self) -> int:
+        if self._registry is not None and self.stage is Stage.BOOTSTRAPPING:
+            with self.failing():
+                self._look()
+        return super().poll()
+
+    def _look(self) -> None:
+        """Greet the engine, if it was found. Raises UnknownRequestError: nobody said in time which one it is."""
+        registry = self._registry
+        if registry is None or self._find_until_s == 0.0:
+            return
+        found = self.kv_mgr.finder.take(registry, self.room)
+        if found is not None:
+            self._find_until_s = 0.0
+            engine = self.kv_mgr.prefill_engines.address_of(self._address, found)
             self.kv_mgr.follow(WantRequest(*self._names, engine, is_followed=True), self)
+        elif time.monotonic() > self._find_until_s:
+            raise UnknownRequestError(
+                "the prefill server's registry did not say which of its engines has the request",
+                room=self.room,
+                registry=str(registry),
+                reason=self.kv_mgr.finder.trouble(registry),
+            )
 
     def begun(self) -> None:
         """Let SGLang allocate blocks: the prefill engine has some for the prompt, or never will, and the load fails."""
@@ -304,12 +380,16 @@ class LoadedPrompt(RoomTransfer):
 
     def ended(self, reason: str | None) -> None:
         super().ended(reason)
+        if self._registry is not None:
+            self.kv_mgr.finder.forget(self._registry, self.room)
+            if isinstance(self.error, LOST):
+                self.kv_mgr.finder.ask_again(self._registry)
         if self.stage is Stage.DONE:
             with self.kv_mgr.after():
                 self.kv_mgr.rows.spread(self._row)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Do nothing: `failure_exception` has waited for the load's end."""
+        """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""
 
 
 def transfer_names(room: int) -> tuple[str, str]:

@@ -37,8 +37,6 @@ OF_REFUSED = frozenset(
         "_staging_handler",  # the staging buffer
         "set_kv_buffer_tensors",
         "transfer_infos",  # prefill context parallelism
-        "abort_notified",  # pages kept after an abort
-        "bootstrap_infos",
         "conclude_state",  # allocation once a prompt is computed
     }
 )
@@ -136,6 +134,24 @@ ENTRIES: tuple[Entry, ...] = (
         ),
     ),
     Mentioned("srt/distributed/parallel_state.py", ("world_group",)),
+    Mentioned("srt/arg_groups/field_order.py", ("nnodes", "dist_init_addr", "load_balance_method")),
+    Mentioned(
+        "srt/environ.py",
+        (
+            "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE",
+            "SGLANG_RUST_SERVER",
+        ),
+    ),
+    Name(f"{DECODE}:DecodePreallocQueue._create_receiver_and_enqueue", ("req",)),
+    Name(f"{COMMON}:CommonKVBootstrapServer", ("host", "port")),
+    Mentioned(
+        COMMON,
+        (
+            *("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"),
+            *("bootstrap_rooms", "bootstrap_room", "dp_rank", "follow_bootstrap_room"),
+        ),
+    ),
     Imported(Path(__file__).parent, "sglang"),
     Fields(
         "srt/configs/model_config.py:ModelConfig",

@@ -53,12 +53,43 @@ SOON = {
 """Deadlines with which cases of loss end soon."""
 
 
+DPA2 = {"tp": 2, "dp-size": 2, "enable-dp-attention": True, "enable-dp-lm-head": True}
+DP2 = {"dp-size": 2}
+ROBIN = {"load-balance-method": "round_robin"}
+TOTAL = {"load-balance-method": "total_tokens"}
+
+
 def _ours(name, *arguments, **options):
     return Case(name, *arguments, **{"is_ours": True, **options})
 
 
-def _lost(name, scenario):
-    return _ours(name, scenario, environment=SOON)
+def _lost(name, scenario, **options):
+    return _ours(name, scenario, environment=SOON, **options)
+
+
+def _attention(name, scenario=s.crowd, **options):
+    return _ours(name, scenario, model=MLA, **options)
+
+
+KILL_PREFILL = partial(s.kill, side="prefill", other="decode")
+KILL_DECODE = partial(s.kill, side="decode", other="prefill")
+DATA_PARALLEL = (
+    _attention("dpa2-tp1", prefill=DPA2),
+    _attention("tp1-dpa2", decode=DPA2),
+    _attention("dpa2-dpa2", prefill=DPA2, decode=DPA2),
+    _attention("dpa2-robin-tp2", prefill=DPA2 | ROBIN, decode=TP2),
+    _attention("dpa2-total-dpa2", prefill=DPA2 | TOTAL, decode=DPA2),
+    _attention("dpa2-named-tp1", s.named, prefill=DPA2),
+    _attention("dpa2-against-room", s.against_room, environment=SOON, prefill=DPA2),
+    _attention("dpa2-robin-late-prefill", s.late_prefill, prefill=DPA2 | ROBIN),
+    _ours("dp2-tp1", s.crowd, prefill=DP2),
+    _ours("dp2-robin-dp2", s.crowd, prefill=DP2 | ROBIN, decode=DP2),
+    _lost("dpa2-restart-prefill", s.restart_prefill, model=MLA, prefill=DPA2),
+    _lost("dpa2-kill-prefill", KILL_PREFILL, model=MLA, prefill=DPA2),
+    _lost("dpa2-kill-decode", KILL_DECODE, model=MLA, prefill=DPA2, decode=DPA2),
+    _lost("dpa2-abort", s.abort, model=MLA, prefill=DPA2, decode=DPA2),
+)
+"""Servers whose attention, or all of them, runs in two data-parallel ranks."""
 
 
 CASES = (
@@ -95,9 +126,10 @@ CASES = (
     Case("logprobs", s.logprobs),
     Case("times", s.times),
     _lost("abort", s.abort),
-    _lost("kill-prefill", partial(s.kill, side="prefill", other="decode")),
+    _lost("kill-prefill", KILL_PREFILL),
     _lost("restart-prefill", s.restart_prefill),
-    _lost("kill-decode", partial(s.kill, side="decode", other="prefill")),
+    _lost("kill-decode", KILL_DECODE),
     _lost("lost-router", s.lost_router),
     _ours("keys", s.keys, environment=SOON),
+    *DATA_PARALLEL,
 )

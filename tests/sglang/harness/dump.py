@@ -56,8 +56,11 @@ def _dump(folder, scheduler, req, side):
     if req.bootstrap_room is None:
         return
     parallel = get_parallel()
-    found = Digests(scheduler, req, parallel.tp_rank, parallel.tp_size).of_request()
-    place = Path(folder) / f"{req.bootstrap_room}.{side}.{parallel.pp_rank}.{parallel.tp_rank}.dump"
+    found = Digests(scheduler, req, parallel.attn_tp_rank, parallel.attn_tp_size).of_request()
+    place = (
+        Path(folder)
+        / f"{req.bootstrap_room}.{side}.{parallel.pp_rank}.{parallel.attn_tp_rank}.dump"
+    )
     part = place.with_suffix(f".{os.getpid()}.part")
     part.write_bytes(msgspec.msgpack.encode([(*key, tokens) for key, tokens in found.items()]))
     part.rename(place)

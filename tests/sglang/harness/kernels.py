@@ -21,6 +21,10 @@ def stand_in():
 
     # SGLang assumes that torch's attention has kernels for prompts without latents
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    # data-parallel attention pads idle and short batches, and asks for a length of what it adds
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     for name in UNUSED_OPS:
         setattr(torch.ops.sgl_kernel, name, None)
     mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = convolve_prompts

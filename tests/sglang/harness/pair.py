@@ -44,6 +44,8 @@ class Pair:
             log.unlink(missing_ok=True)
             chosen = {"disaggregation-mode": side, **common, **options[side], **of_case}
             ranks = int(of_case.get("tp", 1)) * int(of_case.get("pp-size", 1))
+            if "enable-dp-attention" not in of_case:
+                ranks *= int(of_case.get("dp-size", 1))
             self.specs[side] = EngineSpec(
                 model=str(model),
                 log=log,

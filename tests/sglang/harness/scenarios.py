@@ -12,6 +12,7 @@ from tests.vllm.harness.pair import prompt_of
 LENGTHS = (7, 16, 64, 79, 130, 500)
 """Prompt lengths: less than a page, a page, a chunk, a chunk and less than one more page, several chunks."""
 SETTLE_S = 0.3
+PROMPT_S = 5.0
 ROUNDS = 9
 
 
@@ -52,6 +53,52 @@ def retraction(pair, outcome):
     for number, (each, right) in enumerate(zip(asked, expected, strict=True)):
         pair.compare(outcome, f"request {number}", each, right)
     outcome.check("retracted", "Retract requests" in pair.decode.log_text())
+    pair.check_idle(outcome)
+
+
+def named(pair, outcome):
+    """A router names the prefill rank to both engines, whatever the room says."""
+    prompts = [prompt_of(50 + 31 * number, seed=30 + number) for number in range(6)]
+    expected = [pair.alone(prompt) for prompt in prompts]
+    asked = []
+    for number, prompt in enumerate(prompts):
+        rank = number % 2
+        named = {"disagg_prefill_dp_rank": rank}
+        fields = {"prefill": {"routed_dp_rank": rank, **named}, "decode": named}
+        asked.append(
+            pair.submit(prompt, per_side=fields, room=2 * secrets.randbits(60) + number // 3)
+        )
+    for each, right in zip(asked, expected, strict=True):
+        pair.compare(outcome, f"{len(each.prompt)} tokens", each, right)
+    pair.check_idle(outcome)
+
+
+def against_room(pair, outcome):
+    """A request that was sent to another rank than its room's, without a word to the decode engine, fails at once."""
+    prompt = prompt_of(70, seed=50)
+    pair.ask(outcome, "before", prompt)
+    started = time.monotonic()
+    fields = {"prefill": {"routed_dp_rank": 1}}
+    asked = pair.submit(prompt, per_side=fields, room=2 * secrets.randbits(60) + 2)
+    answer = asked.prefill.answer()
+    took_s = time.monotonic() - started
+    _check_failed(outcome, "against its room", answer, "")
+    outcome.check(
+        "it failed at once", took_s < PROMPT_S and "follow_bootstrap_room" in answer.error
+    )
+    asked.decode.answer()
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", prompt)
+
+
+def late_prefill(pair, outcome):
+    """The decode engine is asked seconds before the prefill engine."""
+    prompt, room = prompt_of(130, seed=51), secrets.randbits(62) + 1
+    expected = pair.alone(prompt)
+    decode = pair.submit(prompt, ("decode",), room=room)
+    time.sleep(PROMPT_S)
+    prefill = pair.submit(prompt, ("prefill",), room=room)
+    pair.compare(outcome, "asked later", replace(decode, prefill=prefill.prefill), expected)
     pair.check_idle(outcome)
 
 
@@ -238,4 +285,5 @@ ERRORS = (
     errors.PeerUnreachableError,
     errors.LeaseExpiredError,
     errors.UnknownTransferError,
+    errors.UnknownRequestError,
 )

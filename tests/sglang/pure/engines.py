@@ -7,11 +7,13 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
+from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import KVConnectorError
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, Stage
 from tests.sglang.pure.pools import Pools
+from tests.sglang.pure.registry import Registry
 from tests.support.ports import free_ports
 
 DEADLINE_S = 110.0
@@ -35,7 +37,9 @@ class Gathered:
 
 
 class Engine:
-    """All ranks of one engine."""
+    """All ranks of one engine: of a whole server, whose registry it has, or one data-parallel rank of `dp`, its number
+    and how many there are. `method` is the server's way to share requests among these.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class Engine:
         page_size=4,
         environ=None,
         pools=Pools,
+        dp=(0, 1),
+        method="follow_bootstrap_room",
     ):
         places = [(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
         config = connector_config(
@@ -57,7 +63,10 @@ class Engine:
             unique_name=f"decode-{time.monotonic_ns()}",
             own_address="127.0.0.1",
             environ=environ or {},
+            dp_rank=dp[0],
+            dp_size=dp[1],
         )
+        self.registry = Registry(port) if is_prefill and dp == (0, 1) else None
         shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}
         self.pools = [pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
         self.page_size = page_size
@@ -79,8 +88,28 @@ class Engine:
         for thread in threads:
             thread.join(DEADLINE_S)
         assert None not in self.ranks
+        for rank in self.ranks:
+            rank.dp_rank, rank.dp_size = dp
+            rank.follows_rooms = method == "follow_bootstrap_room"
+        if is_prefill:
+            self._register(port, places, dp, method)
+
+    def _register(self, port, places, dp, method):
+        (directory,) = [rank.directory for rank in self.ranks if rank.directory]
+        where = parse_address(directory)
+        tp_size = 1 + max(tp for _, tp in places)
+        for rank, (pp, tp) in zip(self.ranks, places, strict=True):
+            row = {"attn_tp_size": tp_size, "attn_tp_rank": tp, "pp_size": len(places) // tp_size}
+            row |= {"pp_rank": pp, "rank_ip": where.host, "rank_port": where.port}
+            row |= {"attn_dp_size": dp[1], "attn_dp_rank": dp[0], "system_dp_size": 1}
+            rank.register(
+                HostPort("127.0.0.1", port),
+                row | {"system_dp_rank": 0, "load_balance_method": method},
+            )
 
     def close(self):
+        if self.registry is not None:
+            self.registry.close()
         for rank in self.ranks:
             rank.teardown()
 

@@ -6,9 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.control.security import generate_keys
-from kvconnector.errors import AuthenticationError, BlockIdError, ConfigError, GeometryError
+from kvconnector.errors import (
+    AuthenticationError,
+    BlockIdError,
+    ConfigError,
+    GeometryError,
+    ProducerNotAllowedError,
+)
 from kvconnector.integrations.sglang.caches import registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.registry import Found
 from kvconnector.integrations.sglang.requests import Group, Layout
 from kvconnector.integrations.sglang.settings import (
     PrefillEngines,
@@ -18,24 +25,32 @@ from kvconnector.integrations.sglang.settings import (
 from kvconnector.integrations.sglang.transfers import transfer_names
 from tests.sglang.pure.pools import Model, Pools
 
+FOUND = Found(1, 0, "tcp://10.0.0.1:9000")
 PORT, ANYWHERE = 8998, "0.0.0.0"  # noqa: S104 - what an operator may write
 
 
-def _config(is_prefill=True, host="127.0.0.1", **environ):
-    named = {f"KVCONNECTOR_{name}": value for name, value in environ.items()}
-    names = {"unique_name": "d", "own_address": "10.0.0.1"}
+def _config(is_prefill=True, host="127.0.0.1", dp=(0, 1), nodes=1, others=(), **environ):
+    named = {f"KVCONNECTOR_{name}": value for name, value in environ.items()} | dict(others)
+    names = {"unique_name": "d", "own_address": "10.0.0.1", "dp_rank": dp[0], "dp_size": dp[1]}
     return connector_config(
-        is_prefill=is_prefill, host=host, bootstrap_port=PORT, environ=named, **names
+        is_prefill=is_prefill,
+        host=host,
+        bootstrap_port=PORT,
+        environ=named,
+        num_nodes=nodes,
+        **names,
     )
 
 
 def test_both_sides_derive_the_prefill_engines_name_and_the_transfers():
     prefill, decode = _config(), _config(is_prefill=False)
     engines = PrefillEngines(decode)
-    address = engines.address_of(f"localhost:{PORT}")
-    assert (address.engine_id, address.address) == (prefill.engine_id, f"tcp://localhost:{PORT}")
-    assert (prefill.control.port, prefill.role, decode.role) == (PORT, "producer", "consumer")
-    assert engines.address_of("fe80::1:7").address == "tcp://[fe80::1]:7"
+    address = engines.address_of(f"localhost:{PORT}", FOUND)
+    assert (address.engine_id, address.address) == (prefill.engine_id, FOUND.directory)
+    assert (prefill.role, decode.role) == ("producer", "consumer")
+    second = Found(2, 1, FOUND.directory)
+    assert engines.address_of(f"p:{PORT}", second).engine_id == _config(dp=(1, 2)).engine_id
+    assert engines.registry_of("fe80::1:7") == ("fe80::1", 7)
     assert transfer_names(7) == transfer_names(7)
     assert not {*transfer_names(7)} & {*transfer_names(8)}
     assert len(transfer_names(7)[1]) == 32
@@ -47,9 +62,7 @@ def test_an_engine_listens_at_the_address_of_its_host_name_that_peers_use(monkey
     assert _config(host="localhost").control.host == "127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    "variable", [("ENGINE_ID", "me"), ("CONTROL_PORT", "1"), ("ROLE", "both")], ids=str
-)
+@pytest.mark.parametrize("variable", [("ENGINE_ID", "me"), ("ROLE", "both")], ids=str)
 def test_settings_that_follow_from_sglangs_arguments_are_refused(variable):
     with pytest.raises(ConfigError, match="follows from SGLang's arguments"):
         _config(**dict([variable]))
@@ -77,7 +90,7 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
         clients.write_text("\n".join(lines), "utf-8")
         engines = PrefillEngines(_config(is_prefill=False, **files))
         clients.unlink()  # it is read once, and not for each request
-        return engines.address_of("p:1").public_key
+        return engines.address_of("p:1", FOUND).public_key
 
     assert key_of(ours.public_key) == ours.public_key
     assert key_of(ours.public_key, first) == first
@@ -94,7 +107,32 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
 def test_a_bootstrap_address_is_a_host_and_a_port(address):
     """A client may send any address: only its request may fail."""
     with pytest.raises(ConfigError, match="control address"):
-        PrefillEngines(_config(is_prefill=False)).address_of(address)
+        PrefillEngines(_config(is_prefill=False)).registry_of(address)
+
+
+def test_a_producer_that_is_not_listed_is_not_even_asked():
+    engines = PrefillEngines(_config(is_prefill=False, CONTROL_ALLOWED_PRODUCERS="10.1.0.0/16"))
+    assert engines.registry_of("10.1.2.3:8998") == ("10.1.2.3", 8998)
+    with pytest.raises(ProducerNotAllowedError, match=r"10\.2"):
+        engines.registry_of("10.2.2.3:8998")
+
+
+def test_sglangs_deadline_for_waiting_requests_is_ours_unless_ours_is_set():
+    waiting = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "100000"}
+    config = _config(others=waiting)
+    assert (config.peer.progress_timeout_s, config.lease.early_follow_s) == (100000.0, 100000.0)
+    assert _config(others=waiting, PEER_PROGRESS_TIMEOUT_S="7").peer.progress_timeout_s == 7.0
+    with pytest.raises(ConfigError, match="WAITING_TIMEOUT"):
+        _config(others={"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "soon"})
+
+
+def test_an_engine_on_several_nodes_listens_at_each_nodes_own_address():
+    insecure = {"CONTROL_INSECURE_NETWORK": "true"}
+    assert _config(host="10.0.0.9", nodes=2, **insecure).control.host == "10.0.0.1"
+    assert _config(host="10.0.0.9", **insecure).control.host == "10.0.0.9"
+    assert _config(host=ANYWHERE, nodes=2, **insecure).control.host == ANYWHERE
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0"):
+        _config(nodes=2)
 
 
 def test_deployments_are_refused_by_name():

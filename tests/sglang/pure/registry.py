@@ -1,0 +1,81 @@
+"""SGLang's registry of prefill ranks as far as its clients see it, without SGLang."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+
+class Registry:
+    """It listens at once. `asked` has the paths of all questions, `rooms` the rank of each room's number."""
+
+    def __init__(self, port=0):
+        self.rows, self.rooms, self.asked = [], {}, []
+        self.dp_size, self.follows, self.is_closed = 1, True, False
+        registry = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self):
+                if registry.is_closed:  # as if its process had ended
+                    self.close_connection = True
+                    return
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                url = urlsplit(self.path)
+                registry.asked.append(url.path)
+                query = {name: values[0] for name, values in parse_qs(url.query).items()}
+                status, answer = registry.answer(self.command, url.path, query, body)
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_PUT = do_POST = _answer
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
+        self._thread.start()
+
+    def answer(self, method, path, query, body):
+        if path == "/register_dp_rank":
+            self.rooms[body["bootstrap_room"]] = body["dp_rank"]
+            return 200, "OK"
+        if path == "/query_dp_ranks":
+            rooms = body["bootstrap_rooms"]
+            return 200, {str(room): self.rooms[room] for room in rooms if room in self.rooms}
+        if method == "PUT":
+            self.rows.append(body)
+            self.dp_size = max(body["attn_dp_size"], body["system_dp_size"])
+            self.follows = body["load_balance_method"] == "follow_bootstrap_room"
+            return 200, "OK"
+        expected = (
+            self.rows and self.dp_size * self.rows[0]["attn_tp_size"] * self.rows[0]["pp_size"]
+        )
+        if not self.rows or len(self.rows) < expected:
+            return 503, "not fully registered yet"
+        if query["prefill_dp_rank"] == "-1":
+            return 200, {"dp_size": self.dp_size, "follow_bootstrap_room": self.follows}
+        for row in self.rows:
+            if max(row["attn_dp_rank"], row["system_dp_rank"]) == int(query["prefill_dp_rank"]):
+                return 200, {"rank_ip": row["rank_ip"], "rank_port": row["rank_port"]}
+        return 404, "not found"
+
+    def close(self):
+        """Stop. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

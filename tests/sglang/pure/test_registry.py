@@ -1,0 +1,248 @@
+"""Decode ranks find the engine that has a request by the prefill server's registry, and block nothing meanwhile."""
+
+import socket
+import time
+from contextlib import closing
+
+import pytest
+
+from kvconnector.control.address import HostPort
+from kvconnector.errors import RemoteProtocolError, UnknownRequestError
+from kvconnector.integrations.sglang.registry import Finder, Found, Poster, registry_key
+from kvconnector.integrations.sglang.transfers import Stage
+from tests.sglang.pure.engines import Engine, Pair, error_of
+from tests.sglang.pure.pools import Model
+from tests.sglang.pure.registry import Registry
+from tests.support.ports import free_ports
+
+LIMIT_S = 30.0
+QUICK_S = 0.05
+PAGES, OTHERS, TOKENS = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 18
+
+
+@pytest.fixture
+def finder():
+    with closing(Finder()) as made:
+        yield made
+
+
+@pytest.fixture
+def registry():
+    with closing(Registry()) as made:
+        yield made
+
+
+def _row(dp_rank, dp_size=2, port=9000, method="follow_bootstrap_room"):
+    return {
+        "attn_tp_size": 1,
+        "attn_tp_rank": 0,
+        "attn_dp_size": dp_size,
+        "attn_dp_rank": dp_rank,
+        "pp_size": 1,
+        "pp_rank": 0,
+        "system_dp_size": 1,
+        "system_dp_rank": 0,
+        "rank_ip": "10.0.0.1",
+        "rank_port": port + dp_rank,
+        "load_balance_method": method,
+    }
+
+
+def _at(registry):
+    return HostPort("127.0.0.1", registry.port)
+
+
+def _until_found(finder, address, room):
+    until_s = time.monotonic() + LIMIT_S
+    while (found := finder.take(address, room)) is None:
+        assert time.monotonic() < until_s, finder.trouble(address)
+        time.sleep(0.001)
+    return found
+
+
+def _until(condition):
+    until_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_a_room_is_at_its_own_rank_and_nothing_is_asked_twice(finder, registry):
+    registry.rows = [_row(0), _row(1)]
+    registry.dp_size = 2
+    for room in (4, 5):
+        finder.want(_at(registry), room, None)
+        found = _until_found(finder, _at(registry), room)
+        assert found == Found(2, room % 2, f"tcp://10.0.0.1:{9000 + room % 2}")
+    asked = len(registry.asked)
+    for room in (6, 7):
+        finder.want(_at(registry), room, None)
+        assert finder.take(_at(registry), room).dp_rank == room % 2  # at once
+    assert len(registry.asked) == asked
+
+
+def test_the_routers_word_counts_more_than_the_room(finder, registry):
+    registry.rows, registry.dp_size = [_row(0), _row(1)], 2
+    finder.want(_at(registry), 4, 1)
+    assert _until_found(finder, _at(registry), 4).dp_rank == 1
+
+
+def test_rooms_of_other_load_balancers_are_asked_for_until_they_are_named(finder, registry):
+    registry.rows, registry.dp_size = [_row(0), _row(1)], 2
+    registry.follows = False
+    for room in (4, 5):
+        finder.want(_at(registry), room, None)
+    _until(lambda: registry.asked.count("/query_dp_ranks") > 1)
+    assert finder.take(_at(registry), 4) is None
+    assert "did not name" in finder.trouble(_at(registry))
+    registry.rooms[registry_key(4)] = 1
+    assert _until_found(finder, _at(registry), 4).dp_rank == 1
+    assert finder.take(_at(registry), 5) is None
+
+
+def test_the_registry_does_not_learn_rooms(registry):
+    poster = Poster(_at(registry), _row(0))
+    poster.name(123456, 1)
+    _until(lambda: registry.rooms)
+    poster.close()
+    assert registry.rooms == {registry_key(123456): 1}
+    assert 123456 not in registry.rooms
+    assert 0 <= registry_key(123456) < 1 << 63
+
+
+def test_what_could_not_be_registered_is_repeated():
+    port = free_ports()
+    poster = Poster(HostPort("127.0.0.1", port), _row(0))
+    poster.name(7, 0)
+    with closing(Registry(port)) as registry:
+        _until(lambda: registry.rooms)
+        assert registry.rows == [_row(0)]
+        poster.close()
+
+
+def test_a_server_that_is_not_complete_yet_is_asked_again(finder, registry):
+    finder.want(_at(registry), 4, None)
+    _until(lambda: len(registry.asked) > 1)
+    assert "503" in finder.trouble(_at(registry))
+    registry.rows, registry.dp_size = [_row(0), _row(1)], 2
+    assert _until_found(finder, _at(registry), 4).dp_rank == 0
+
+
+def test_an_address_that_does_not_answer_delays_no_other(finder, registry):
+    registry.rows, registry.dp_size = [_row(0, 1)], 1
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:
+        silent = HostPort("127.0.0.1", mute.getsockname()[1])
+        for room in range(20):
+            finder.want(silent, room, None)
+        finder.want(_at(registry), 4, None)
+        started = time.monotonic()
+        _until_found(finder, _at(registry), 4)
+        assert time.monotonic() - started < 5.0
+        assert finder.take(silent, 1) is None
+        for room in range(20):
+            finder.forget(silent, room)
+
+
+def test_a_question_never_blocks_who_asks(finder):
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:
+        started = time.monotonic()
+        finder.want(HostPort("127.0.0.1", mute.getsockname()[1]), 1, None)
+        finder.take(HostPort("127.0.0.1", mute.getsockname()[1]), 1)
+        assert time.monotonic() - started < QUICK_S
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {}),
+        (200, []),
+        (200, {"dp_size": "x"}),
+        (200, {"dp_size": 0}),
+        (200, "text"),
+        (200, None),
+    ],
+    ids=str,
+)
+def test_a_malformed_answer_is_named_and_asked_for_again(finder, registry, answer):
+    right, registry.answer = registry.answer, lambda *_: answer
+    finder.want(_at(registry), 4, None)
+    _until(lambda: len(registry.asked) > 1)
+    registry.rows, registry.dp_size = [_row(0, 1)], 1
+    registry.answer = right
+    assert _until_found(finder, _at(registry), 4).dp_size == 1
+
+
+def test_an_address_from_the_registry_that_is_none_is_not_used(finder, registry):
+    registry.rows = [_row(0, 1) | {"rank_ip": "a b\r\n"}]
+    finder.want(_at(registry), 4, None)
+    _until(lambda: "malformed" in finder.trouble(_at(registry)))
+    assert finder.take(_at(registry), 4) is None
+
+
+def test_a_server_that_was_started_anew_is_found_where_it_is(finder, registry):
+    registry.rows = [_row(0, 1)]
+    finder.want(_at(registry), 4, None)
+    _until_found(finder, _at(registry), 4)
+    registry.rows = [_row(0, 1, port=9100)]
+    finder.ask_again(_at(registry))
+    finder.want(_at(registry), 5, None)
+    assert _until_found(finder, _at(registry), 5).directory == "tcp://10.0.0.1:9100"
+
+
+@pytest.fixture
+def ranks():
+    """A function that makes a server of two data-parallel ranks, and a decode engine."""
+    made = []
+
+    def make(method):
+        pair = Pair(Model(), prefill={"dp": (0, 2), "method": method})
+        made.append(pair)
+        made.append(Registry(pair.port))
+        second = Engine(Model(), is_prefill=True, port=pair.port, dp=(1, 2), method=method)
+        made.append(second)
+        return pair, second
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
+def test_each_data_parallel_rank_serves_its_rooms(ranks, method):
+    pair, second = ranks(method)
+    engines = [pair.prefill, second]
+    for room in (20, 21) if method == "follow_bootstrap_room" else (21, 20):
+        pair.prefill = engines[room % 2 if method == "follow_bootstrap_room" else 1 - room % 2]
+        wanted = pair.want(room)
+        sent = pair.send(room)
+        pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
+        pair.load(wanted, OTHERS, TOKENS)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        pair.check(OTHERS, TOKENS)
+
+
+@pytest.mark.ucx
+def test_a_room_at_another_rank_than_it_says_fails_at_once_unless_the_router_names_it(ranks):
+    pair, second = ranks("follow_bootstrap_room")
+    pair.prefill = second
+    (sent,) = pair.send(20)
+    assert sent.poll() is Stage.FAILED
+    error = error_of(sent)
+    assert isinstance(error, RemoteProtocolError)
+    assert "disagg_prefill_dp_rank" in str(error)
+    named = [type(sent)(rank, "", 22, True) for rank in second.ranks]
+    assert named[0].poll() is Stage.WAITING
+    named[0].abort()
+
+
+@pytest.mark.ucx
+def test_a_request_whose_registry_is_silent_fails_in_time_and_says_why():
+    environ = {"KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "0.5"}
+    with closing(Pair(Model(), environ=environ)) as pair:
+        pair.prefill.registry.close()
+        wanted = pair.want(30)
+        assert pair.until_over(*wanted) == [Stage.FAILED]
+        error = error_of(wanted[0])
+        assert isinstance(error, UnknownRequestError)
+        assert f"127.0.0.1:{pair.port}" in str(error)
