@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,3 +97,29 @@ def test_the_hook_gets_its_arguments():
     assert SEND_METADATA.endswith("decode.DecodePreallocQueue._send_kv_metadata")
     parameters = [*inspect.signature(DecodePreallocQueue._send_kv_metadata).parameters]
     assert parameters[:3] == ["self", "decode_req", "kv_indices"]
+
+
+@pytest.mark.parametrize("selected", [0, 8], ids=["plain", "sparse attention"])
+@pytest.mark.parametrize("masks", [False, True], ids=["no masks", "sampling masks"])
+def test_a_draft_models_columns_are_those_that_only_speculation_uses(
+    utils, masks, selected, monkeypatch
+):
+    import torch
+
+    from kvconnector.integrations.sglang.metadata import MetadataRows, _seed_columns
+
+    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", str(masks))
+    options = {"output_dsa_topk_indices_dim": selected}
+    buffers = utils.MetadataBuffers(4, 96, torch.float32, 16, **options)
+    pointers, lengths, widths = buffers.get_buf_infos()
+    seeds = [buffers.output_topk_p, buffers.output_topk_index, buffers.output_hidden_states]
+    seeds += [buffers.output_dsa_topk_indices] if selected else []
+    assert [pointers[at] for at in _seed_columns(widths)] == [each.data_ptr() for each in seeds]
+    listed = {"aux_data_ptrs": pointers, "aux_data_lens": lengths, "aux_item_lens": widths}
+    rows = MetadataRows(SimpleNamespace(num_draft_entries=0, **listed), "cpu")
+    assert rows.seed_bytes == sum(each[0].nbytes for each in seeds)
+    without = utils.MetadataBuffers(4, 16, torch.float32, 16)
+    pointers, lengths, widths = without.get_buf_infos()
+    listed = {"aux_data_ptrs": pointers, "aux_data_lens": lengths, "aux_item_lens": widths}
+    plain = MetadataRows(SimpleNamespace(num_draft_entries=0, **listed), "cpu")
+    assert (plain.seed_bytes, plain.own_bytes) == (0, rows.own_bytes)

@@ -33,9 +33,10 @@ SHAPE = Shape(
 
 def _registered(pool, shape, draft=None):
     """Return groups and their kinds, without the rows of metadata."""
-    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
-    (*groups, _), (*kinds, _) = registered_groups(listed(pool, PAGE, draft), shape, rows)
-    return groups, [group.kind for group in kinds]
+    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8, own_bytes=8, seed_bytes=0)
+    groups, kinds = registered_groups(listed(pool, PAGE, draft), shape, rows)
+    found = [each for each in zip(groups, kinds, strict=True) if each[1].kind != "row"]
+    return [group for group, _ in found], [kind.kind for _, kind in found]
 
 
 def _bytes_at(view, block, head, token):
@@ -162,7 +163,7 @@ def _on_a_cpu(page_size):
 
 
 def _sparse(pool, page_size):
-    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
+    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8, own_bytes=8, seed_bytes=0)
     args = listed(pool, page_size, num_layers=3)
     (*groups, _), kinds = registered_groups(args, SPARSE, rows)
     return {kind.kind: group for kind, group in zip(kinds, groups, strict=False)}

@@ -115,6 +115,8 @@ def registered_groups(
 ) -> tuple[list[CacheGroup], tuple[Group, ...]]:
     """Return one rank's cache groups, and how a request's blocks in each follow from SGLang's ids.
 
+    Those of a draft model come last: an engine without it can exchange all others with one that has it.
+
     Args:
         args: SGLang's `KVArgs`, filled.
         shape: The rank's place, heads and layers.
@@ -134,7 +136,12 @@ def registered_groups(
         if ratios is None
         else _compressed_groups(args, shape, states, ratios)
     )
+    drafts = [each for each in found if each[0].is_draft]
+    found = [each for each in found if not each[0].is_draft]
     found.append((Group("row"), _metadata_group(rows, shape)))
+    if rows.seed_bytes:
+        drafts.append((Group("row", is_draft=True), _metadata_group(rows, shape, is_seed=True)))
+    found += drafts
     return [cache for _, cache in found], tuple(group for group, _ in found)
 
 
@@ -150,19 +157,22 @@ def _plain_groups(args: Any, shape: Shape, states: list[str]) -> list[tuple[Grou
     if draft:
         if {each.item_bytes for each in draft} != {each.item_bytes for each in own}:
             heads = shape.cut(shape.tp_size)
-        found.append((Group("kv"), _pages(draft, args.page_size, heads, shape)))
+        group = _pages(draft, args.page_size, heads, shape)
+        found.append((Group("kv", is_draft=True), group))
     for index, kind in enumerate(states):
-        group = (
-            _index_group(args, index, [each.layer for each in buffers], shape)
-            if kind == "dsa"
-            else _state_group(args, index, kind, shape)
-        )
-        found.append((Group(kind, index), group))
+        if kind == "dsa":
+            found += _index_groups(args, index, [each.layer for each in buffers], shape)
+        else:
+            found.append((Group(kind, index), _state_group(args, index, kind, shape)))
     return found
 
 
-def _index_group(args: Any, index: int, layers: list[int], shape: Shape) -> CacheGroup:
-    """Return the group of a sparse indexer's keys. Layers that use another layer's selection have none of their own."""
+def _index_groups(
+    args: Any, index: int, layers: list[int], shape: Shape
+) -> list[tuple[Group, CacheGroup]]:
+    """Return the groups of a sparse indexer's keys: the model's, and its draft model's if that has any. Layers that use
+    another layer's selection have none of their own.
+    """
     if args.page_size != INDEX_PAGE:
         raise GeometryError(
             "kvconnector transfers an indexer's cache in pages of 64 tokens only",
@@ -174,7 +184,13 @@ def _index_group(args: Any, index: int, layers: list[int], shape: Shape) -> Cach
     pages = [
         (each.layer, _index_planes(each, args.page_size)) for each in buffers if each.item_bytes
     ]
-    return _group(pages, args.page_size, shape, like=_like(INDEX_ROWS[0]))
+    found = []
+    for is_draft in (False, True):
+        held = [each for each in pages if (each[0] >= shape.num_layers) == is_draft]
+        if held or not is_draft:
+            group = _group(held, args.page_size, shape, like=_like(INDEX_ROWS[0]))
+            found.append((Group("dsa", index, is_draft=is_draft), group))
+    return found
 
 
 def _compressed_groups(
@@ -231,7 +247,7 @@ def _compressed_groups(
             shape,
             like=_like(widths),
         )
-        found.append((Group("swa", index), windows))
+        found.append((Group("swa", index, is_draft=is_draft), windows))
         if 4 in ratios and not is_draft:
             found.append(_c4_states(buffers[num_windows:], index, shape))
     return found
@@ -406,8 +422,10 @@ def _listed(column: Sequence[Sequence[Any]], index: int, at: int, default: Any) 
     return values[at] if at < len(values) else default
 
 
-def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
-    """Return the metadata's group, in which a block is one request's row and counts as one token.
+def _metadata_group(rows: MetadataRows, shape: Shape, *, is_seed: bool = False) -> CacheGroup:
+    """Return the group of the metadata, in which a block is one request's row and counts as one token.
+
+    `is_seed`: the group of the draft model's part of it.
 
     The last prefill stage has the row, and every decode stage needs it. Since a layer belongs to one stage only, the
     row is registered as `MAX_STAGES` layers at one address. Raises GeometryError: a decode engine has more stages.
@@ -418,8 +436,12 @@ def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
         raise GeometryError("too many stages", pp_size=shape.pp_size, limit=MAX_STAGES)
     else:
         layers = range(shape.pp_rank, MAX_STAGES, shape.pp_size)
-    buffer = Listed(0, rows.address, rows.num_rows * rows.row_bytes, rows.row_bytes)
-    row = [(_page_view(buffer, 1, WHOLE), WHOLE)]
+    address, nbytes = rows.address, rows.own_bytes
+    if is_seed:
+        address, nbytes = address + nbytes, rows.seed_bytes
+    dim, size = _elements(nbytes)
+    strides = (rows.row_bytes, nbytes, nbytes, size)
+    row = [(KVView(address, (rows.num_rows, 1, 1, dim), strides, size), WHOLE)]
     return _group([(layer, row) for layer in layers], 1, shape, like=row)
 
 

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvconnector.errors import GeometryError
 
+PLAIN_COLUMNS, MASK_COLUMNS = 10, 3
+HIDDEN = 2
+"""Place of the hidden state among the seeds."""
+UNUSED_HIDDEN_BYTES = 64
+"""Bytes of a hidden state where nobody speculates: SGLang allocates 16 elements."""
+
 
 class MetadataRows:
     """SGLang's metadata tensors, their mirror, and the copies between the two.
 
-    `address`, `num_rows` and `row_bytes` describe the mirror, uint8 `[num_rows, row_bytes]`.
+    `address`, `num_rows` and `row_bytes` describe the mirror, uint8 `[num_rows, row_bytes]`. A row begins with
+    `own_bytes` that every engine has. `seed_bytes` follow that only engines with speculative decoding use: what their
+    draft model needs of the prompt's last step. Without it there are none.
 
     Args:
         args: SGLang's `KVArgs`, whose `aux_data_ptrs`, `aux_data_lens` and `aux_item_lens` list the tensors.
@@ -37,11 +46,23 @@ class MetadataRows:
         if len(counts) != 1 or not min(counts):
             raise GeometryError("metadata tensors differ in their rows", rows=sorted(counts))
         self.num_rows = counts.pop()
-        self._tensors = [
+        tensors = [
             _rows((ctypes.c_ubyte * nbytes).from_address(address), self.num_rows)
             for address, nbytes in zip(args.aux_data_ptrs, lengths, strict=True)
         ]
-        self.row_bytes = sum(self._widths) + -sum(self._widths) % 8
+        seeds = _seed_columns(self._widths)
+        speculates = bool(args.num_draft_entries) or (
+            len(seeds) > HIDDEN and self._widths[seeds[HIDDEN]] > UNUSED_HIDDEN_BYTES
+        )
+        own = [at for at in range(len(tensors)) if at not in seeds]
+        order = [*own, *seeds] if speculates else own
+        self._tensors = [tensors[at] for at in order]
+        self._widths = [self._widths[at] for at in order]
+        own_bytes = sum(self._widths[: len(own)])
+        seed_bytes = sum(self._widths[len(own) :])
+        self.own_bytes, self.seed_bytes = (each + -each % 8 for each in (own_bytes, seed_bytes))
+        self._paddings = own_bytes, self.own_bytes - own_bytes, len(own)
+        self.row_bytes = self.own_bytes + self.seed_bytes
         # pages of its own: on a CPU they can become shared memory
         mirror = _rows(mmap.mmap(-1, self.num_rows * self.row_bytes), self.num_rows)
         self._mirror = mirror if device == "cpu" else mirror.to(device)
@@ -49,14 +70,40 @@ class MetadataRows:
 
     def fill(self, row: int) -> None:
         """Copy a request's row to the mirror, on the current stream of a GPU."""
-        joined = torch.cat([tensor[row] for tensor in self._tensors])
+        _, padding, num_own = self._paddings
+        parts = [tensor[row] for tensor in self._tensors]
+        parts.insert(num_own, torch.zeros(padding, dtype=torch.uint8))
+        joined = torch.cat(parts)
         self._mirror[row, : len(joined)].copy_(joined)
+
+    def forget_seeds(self, row: int) -> None:
+        """Clear the seeds in the mirror's row, before a load that may bring none: they may be an earlier request's."""
+        if self.seed_bytes:
+            self._mirror[row, self.own_bytes :].zero_()
 
     def spread(self, row: int) -> None:
         """Copy a received row from the mirror to SGLang's tensors. On a GPU this waits for the current stream."""
-        parts = self._mirror[row, : sum(self._widths)].cpu().split(self._widths)
-        for tensor, part in zip(self._tensors, parts, strict=True):
+        own_bytes, _, num_own = self._paddings
+        found = self._mirror[row].cpu()
+        own = found[:own_bytes].split(self._widths[:num_own])
+        seed_widths = self._widths[num_own:]
+        seeds = (
+            found[self.own_bytes : self.own_bytes + sum(seed_widths)].split(seed_widths)
+            if seed_widths
+            else ()
+        )
+        for tensor, part in zip(self._tensors, (*own, *seeds), strict=True):
             tensor[row] = part
+
+
+def _seed_columns(widths: Sequence[int]) -> list[int]:
+    """Return which of `MetadataBuffers.get_buf_infos` are a draft model's: probabilities, tokens, hidden states and,
+    for sparse attention, selected tokens. Before them come 6 tensors, or 9 with sampling masks; the room is the last.
+    """
+    if len(widths) < PLAIN_COLUMNS:
+        return []
+    first = 6 if len(widths) < PLAIN_COLUMNS + MASK_COLUMNS else 6 + MASK_COLUMNS
+    return [*range(first, len(widths) - 1)]
 
 
 def _rows(memory: ctypes.Array[ctypes.c_ubyte] | mmap.mmap, num_rows: int) -> torch.Tensor:

@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 QUIESCE_S = 30.0
 """Seconds that SGLang waits for transfers to end before it releases the pools' memory."""
-GIVEN_UP = "TransferAbortedError: the decode engine gave it up, or its room was used before"
 
 
 class RankTransfers:
@@ -92,7 +91,7 @@ class RankTransfers:
         self.worker = Worker(config, rank=rank, model=described)
         with ExitStack() as started:
             started.callback(self.worker.close)
-            self.worker.register(groups)
+            self.worker.register(groups, num_optional=sum(kind.is_draft for kind in kinds))
             own = msgspec.json.encode(self.worker.handshake())
             workers = [msgspec.json.decode(each, type=WorkerMetadata) for each in gather(own)]
             geometry = joined_geometry(config, workers)
@@ -167,9 +166,6 @@ class RankTransfers:
         for request_id in output.begun & self._followed.keys():
             self._followed.pop(request_id).begun()
         failed = {**output.failed_sending, **output.failed_recving}
-        for trace in output.stats.traces:
-            if trace.kind == "hold" and trace.outcome == "aborted":
-                failed.setdefault(trace.request_id, GIVEN_UP)
         for request_id in output.finished_sending | output.finished_recving:
             transfer = self._transferring.pop(request_id, None)
             if transfer is not None:

@@ -40,17 +40,19 @@ class Group(NamedTuple):
     - "row": a row of metadata.
 
     `component` is the index of the SGLang state whose ids name the blocks, or None for pages of the prompt and the row.
-    `ring` is the number of tokens in a ring of a "c4-state" group.
+    `ring` is the number of tokens in a ring of a "c4-state" group. `is_draft`: the group is a draft model's, which the
+    other engine may lack.
     """
 
     kind: str
     component: int | None = None
     ring: int = 0
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The cache groups of an engine, in registration order; the last one is the row of metadata.
+    """The cache groups of an engine, in registration order; those of a draft model come last.
 
     A page has `page_size` tokens, and SGLang lists ids for `num_states` states.
     """

@@ -364,6 +364,7 @@ class LoadedPrompt(RoomTransfer):
             return
         self._row = aux_index or 0
         with self.failing(), self.kv_mgr.after(self.stream):
+            self.kv_mgr.rows.forget_seeds(self._row)
             ranges, blocks = self.kv_mgr.layout.to_load(
                 kv_indices,
                 state_indices or (),

@@ -19,7 +19,7 @@ from tests.support.ports import free_ports
 from tests.vllm.harness.report import NoAnswerError
 
 START_TIMEOUT_S = 180.0
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 120.0  # of which the first compilation of a decode step may take most
 POLL_S = 0.1
 HEALTH_S = 5.0  # its health check computes a token, and looks for it a second later
 IDLE_S = 0.002

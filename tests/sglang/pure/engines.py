@@ -12,7 +12,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, Stage
-from tests.sglang.pure.pools import Pools
+from tests.sglang.pure.pools import ROW_WIDTHS, Pools
 from tests.sglang.pure.registry import Registry
 from tests.support.ports import free_ports
 
@@ -54,6 +54,7 @@ class Engine:
         pools=Pools,
         dp=(0, 1),
         method="follow_bootstrap_room",
+        **of_pools,
     ):
         places = [(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
         config = connector_config(
@@ -67,7 +68,7 @@ class Engine:
             dp_size=dp[1],
         )
         self.registry = Registry(port) if is_prefill and dp == (0, 1) else None
-        shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}
+        shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size, **of_pools}
         self.pools = [pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
         self.page_size = page_size
         self.ranks = [None] * len(places)
@@ -201,7 +202,9 @@ class Pair:
         """Check that the decode engine's ranks have all the values that they should have."""
         for pools in self.decode.pools:
             kept = num_tokens - self.model.window_tokens
-            spans = [(pools.kv, 0, prefix), (pools.draft, 0, prefix), (pools.window, 4, kept)]
+            spans = [(pools.kv, 0, prefix), (pools.window, 4, kept)]
+            if self.prefill.pools[0].has_draft:
+                spans.append((pools.draft, 0, prefix))
             for caches, base, start in spans:
                 tokens = range(max(0, prefix, start), num_tokens)
                 rows = pools.rows_of(pages, 0, tokens)
@@ -213,8 +216,17 @@ class Pair:
                 assert tensor[slot].equal(pools.expected_conv(layer))
             for layer, tensor in pools.temporal.items():
                 assert tensor[slot].equal(pools.expected_temporal(layer))
-            for number, tensor in enumerate(pools.aux):
-                assert tensor[row].tolist() == [i + token + number for i in range(tensor.shape[1])]
+            self._check_metadata(pools, row, token)
+
+    def _check_metadata(self, pools, row, token):
+        brings_seeds = self.prefill.pools[0].has_draft
+        for number, tensor in enumerate(pools.aux):
+            is_seed = len(ROW_WIDTHS) <= number < len(pools.aux) - 1
+            found, width = tensor[row].tolist(), tensor.shape[1]
+            if not is_seed or (pools.has_draft and brings_seeds):
+                assert found == [i + token + number for i in range(width)]
+            elif pools.has_draft:
+                assert not any(found), "an earlier request's seeds"
 
 
 def error_of(transfer):

@@ -13,7 +13,10 @@ from kvconnector.integrations.sglang.caches import Shape
 HEAD_DIM = 8
 NUM_SLOTS = 6
 NUM_ROWS = 5
-ROW_WIDTHS = (16, 3, 40)
+ROW_WIDTHS = (16, 3, 40, 8, 8, 8)
+SEED_WIDTHS = (64, 128, 96)
+"""What a draft model needs: probabilities, tokens and a hidden state, of which 64 bytes are there without it."""
+ROOM_WIDTH = 64
 CONV_GROUPS = (12, 12, 24)
 CONV_WIDTH = 3
 STATE_HEADS = 12
@@ -42,8 +45,12 @@ class Model:
 class Pools:
     """One rank's tensors and its `KVArgs`."""
 
-    def __init__(self, model, *, rank, tp_size, pp_size, is_prefill, page_size, num_pages=24):
+    def __init__(
+        self, model, *, rank, tp_size, pp_size, is_prefill, page_size, num_pages=24, draft=None
+    ):
         self.model, self.page_size = model, page_size
+        num_drafts = model.draft if draft is None else draft
+        self.has_draft = num_drafts > 0
         pp_rank, tp_rank = rank
         per_stage = model.layers // pp_size
         stage = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
@@ -66,14 +73,16 @@ class Pools:
         rows = num_pages * page_size
         parts = 1 if model.latent else 2
         self.kv = self._pages(self.shape.kv_layers, parts, rows)
-        self.draft = self._pages(range(model.layers, model.layers + model.draft), parts, rows)
+        self.draft = self._pages(range(model.layers, model.layers + num_drafts), parts, rows)
         self.window = self._pages(self.shape.window_layers, 2, rows)
         stateful = [each for each in stage if each in model.states]
         conv = (NUM_SLOTS, sum(CONV_GROUPS) // tp_size, CONV_WIDTH)
         self.conv = {layer: torch.zeros(conv, dtype=DTYPE) for layer in stateful}
         temporal = (NUM_SLOTS, STATE_HEADS // tp_size, *STATE_DIMS)
         self.temporal = {layer: torch.zeros(temporal, dtype=DTYPE) for layer in stateful}
-        self.aux = [torch.zeros(NUM_ROWS, width, dtype=torch.uint8) for width in ROW_WIDTHS]
+        seeds = (*SEED_WIDTHS[:2], SEED_WIDTHS[2] if self.has_draft else 64)
+        widths = (*ROW_WIDTHS, *seeds, ROOM_WIDTH)
+        self.aux = [torch.zeros(NUM_ROWS, width, dtype=torch.uint8) for width in widths]
         self.args = self._listed()
 
     def _pages(self, layers, parts, rows):
@@ -111,7 +120,8 @@ class Pools:
         args.state_conv_shard_groups = [*empty, groups]
         args.state_layer_ids = [*empty, [*self.conv, *self.temporal]]
         args.swa_kv_cache_layout = "nhd"
-        args.kv_layer_ids = [layer for part in self.kv for layer in part] * bool(self.model.states)
+        listed = [layer for part in (*self.kv, *self.draft) for layer in part]
+        args.kv_layer_ids = listed * bool(self.model.states)
         kv = columns(flat(self.kv) + flat(self.draft), self.page_size)
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = kv
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = columns(self.aux, 1)

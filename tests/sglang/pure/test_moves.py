@@ -26,6 +26,19 @@ CASES = {
     "stages to ranks": (Model(), {"pp_size": 2}, {"tp_size": 2}),
     "a latent": (Model(latent=True), {"tp_size": 2}, {"page_size": 8}),
     "a draft model": (Model(draft=1), {}, {"tp_size": 2}),
+    "a draft model at the decode engine only": (Model(draft=1), {"draft": 0}, {"page_size": 8}),
+    "a draft model at two decode ranks only": (Model(draft=1), {"draft": 0}, {"tp_size": 2}),
+    "a draft model at the prefill engine only": (Model(draft=1), {}, {"draft": 0}),
+    "a draft model of latents at the decode engine only": (
+        Model(latent=True, draft=2),
+        {"tp_size": 2, "draft": 0},
+        {},
+    ),
+    "a draft model beside windows and states at the decode engine only": (
+        Model(windows=(1,), states=(2,), window_tokens=9, draft=1),
+        {"draft": 0},
+        {"page_size": 8},
+    ),
     "windows": (Model(windows=(1, 3), window_tokens=9), {}, {"page_size": 8}),
     "windows, larger pages": (
         Model(windows=(1, 3), window_tokens=9),
@@ -78,6 +91,20 @@ def test_a_request_that_comes_while_an_engine_has_no_memory_is_served_afterwards
         sent, wanted = pair.send(79), pair.want(79)
         for rank in ranks:
             rank.register_buffer_to_engine()
+        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        pair.load(wanted, DECODE_PAGES, 3)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        pair.check(DECODE_PAGES, 3)
+
+
+def test_seeds_of_an_earlier_request_do_not_reach_one_that_brings_none():
+    with closing(Pair(Model(draft=1), prefill={"draft": 0})) as pair:
+        for pools in pair.decode.pools:
+            for tensor in pools.aux:
+                tensor.fill_(9)
+        for rank in pair.decode.ranks:
+            rank.rows._mirror.fill_(9)
+        sent, wanted = pair.send(80), pair.want(80)
         pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
         pair.load(wanted, DECODE_PAGES, 3)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
