@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnector.errors import InternalError, RemoteError, TransportError
 
 if TYPE_CHECKING:
-    from kvconnector.runtime import Scheduler
+    from collections.abc import Mapping, Sized
+
     from kvconnector.session import LoadInFlight, WorkerStats
+
+
+class Requests(Protocol):
+    """What a scheduler half knows of its requests."""
+
+    @property
+    def num_loading(self) -> int:
+        """Return the number of requests whose KV cache is being loaded."""
+
+    @property
+    def held(self) -> Sized:
+        """Return the finished requests whose blocks are kept for a consumer."""
+
 
 T = TypeVar("T", Counter, Gauge, Histogram)
 
@@ -34,16 +48,32 @@ class EngineMetrics:
     """The metrics of one engine's transfers, labelled with its id. Needs the extra `metrics`.
 
     `observe` takes the statistics of each step, and gauges ask the scheduler. Loads are counted once per worker.
+
+    Args:
+        engine_id: The engine's id.
+        scheduler: What knows how many requests are loaded and held.
+        registry: Where the metrics are registered.
+        labels: More labels that all of them have, with their values.
+        is_multiprocess: True where prometheus_client writes values to files for another process, which can ask no
+            gauge: `observe` sets them.
     """
 
     def __init__(
-        self, engine_id: str, scheduler: Scheduler, *, registry: CollectorRegistry = REGISTRY
+        self,
+        engine_id: str,
+        scheduler: Requests,
+        *,
+        registry: CollectorRegistry = REGISTRY,
+        labels: Mapping[str, str] | None = None,
+        is_multiprocess: bool = False,
     ) -> None:
-        self._engine_id = engine_id
+        more = labels or {}
+        self._of_engine = engine_id, *more.values()
+        self._scheduler, self._is_multiprocess = scheduler, is_multiprocess
         self._loading: dict[tuple[str, str], tuple[LoadInFlight, float]] = {}
 
         def metric(kind: type[T], name: str, documentation: str, *labels: str, **options: Any) -> T:
-            names = ["engine", *labels]
+            names = ["engine", *more, *labels]
             return kind(f"kvconnector_{name}", documentation, names, registry=registry, **options)
 
         self._seconds = metric(
@@ -58,25 +88,28 @@ class EngineMetrics:
             "exposed_handover_seconds",
             "Seconds that blocks waited for their load, per worker; of a streamed prompt, for its last part.",
             buckets=TIME_BUCKETS_S,
-        ).labels(engine_id)
+        ).labels(*self._of_engine)
         text = "Bytes of KV cache loaded, by the path that they took."
         self._bytes = metric(Counter, "transfer_bytes", text, "path")
         text = "KV cache loads that failed, per worker, by cause."
         self._failures = metric(Counter, "transfer_failures", text, "cause")
         text = "Requests whose lease ended before a consumer had read their KV cache."
-        self._expired = metric(Counter, "leases_expired", text).labels(engine_id)
+        self._expired = metric(Counter, "leases_expired", text).labels(*self._of_engine)
         text = "Producer ranks that a worker greeted and cannot read directly, by the reason."
         self._packed = metric(Counter, "packed_producers", text, "reason")
         text = "Unexpected exceptions, each of which ended one request or one connection, by type."
         self._contained = metric(Counter, "contained_exceptions", text, "type")
-        in_flight = metric(Gauge, "loads_in_flight", "Requests whose KV cache is being loaded.")
-        in_flight.labels(engine_id).set_function(lambda: scheduler.num_loading)
+        summed = {"multiprocess_mode": "livesum"} if is_multiprocess else {}
+        text = "Requests whose KV cache is being loaded."
+        self._in_flight = metric(Gauge, "loads_in_flight", text, **summed).labels(*self._of_engine)
         text = "Finished requests whose blocks are kept for a consumer."
-        held = metric(Gauge, "requests_held", text)
-        held.labels(engine_id).set_function(lambda: len(scheduler.held))
+        self._held = metric(Gauge, "requests_held", text, **summed).labels(*self._of_engine)
+        if not is_multiprocess:
+            self._in_flight.set_function(lambda: scheduler.num_loading)
+            self._held.set_function(lambda: len(scheduler.held))
         # Prometheus computes a rate only for a counter that exists before the first failure
         for cause in known_causes():
-            self._failures.labels(engine_id, cause)
+            self._failures.labels(*self._of_engine, cause)
 
     def in_flight(self) -> list[LoadInFlight]:
         """Return the loads under way, by worker. `kvconnector top` expects them as JSON under `/transfers`."""
@@ -87,8 +120,14 @@ class EngineMetrics:
         since_s = time.monotonic() - FRESH_S
         self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
 
+    def _set_gauges(self) -> None:
+        if self._is_multiprocess:
+            self._in_flight.set(self._scheduler.num_loading)
+            self._held.set(len(self._scheduler.held))
+
     def observe(self, stats: WorkerStats) -> None:
         """Count the transfers and failures in `WorkerOutput.stats`."""
+        self._set_gauges()
         if stats.loading:
             self._forget_stale()  # failed loads, which appear in no `transfers`, even if `in_flight` is never called
         for each in stats.loading:
@@ -97,15 +136,15 @@ class EngineMetrics:
         if ended and self._loading:
             self._loading = {k: seen for k, seen in self._loading.items() if k[0] not in ended}
         for load in stats.transfers:
-            self._seconds.labels(self._engine_id, load.path).observe(load.seconds)
-            self._bytes.labels(self._engine_id, load.path).inc(load.nbytes)
+            self._seconds.labels(*self._of_engine, load.path).observe(load.seconds)
+            self._bytes.labels(*self._of_engine, load.path).inc(load.nbytes)
         for trace in stats.traces:
             if (trace.kind, trace.outcome) == ("load", "done"):
                 self._exposed.observe(trace.waited_s)
         for cause, count in stats.failures.items():
-            self._failures.labels(self._engine_id, cause).inc(count)
+            self._failures.labels(*self._of_engine, cause).inc(count)
         self._expired.inc(stats.leases_expired)
         for reason, count in stats.packed.items():
-            self._packed.labels(self._engine_id, reason).inc(count)
+            self._packed.labels(*self._of_engine, reason).inc(count)
         for name, count in stats.contained.items():
-            self._contained.labels(self._engine_id, name).inc(count)
+            self._contained.labels(*self._of_engine, name).inc(count)

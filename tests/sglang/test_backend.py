@@ -260,8 +260,10 @@ def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(back
         assert (len(states) > 0) == (kind == "mamba")
         assert decode.metadata.output_ids[READ_ROW, 0] == 7
         assert decode.metadata.bootstrap_room[READ_ROW, 0] == room
-        page_bytes = sum(prefill.manager.kv_args.kv_item_lens)
-        assert sender.get_transfer_metric().transfer_total_bytes == 5 * page_bytes
+        token_bytes = sum(prefill.manager.kv_args.kv_item_lens) // 16
+        metric = sender.get_transfer_metric()
+        assert metric.transfer_total_bytes == TOKENS * token_bytes
+        assert 0.0 < metric.transfer_latency_s < LIMIT_S
 
 
 def test_bytes_that_another_stream_wrote_are_read_after_its_event(backend, sides):

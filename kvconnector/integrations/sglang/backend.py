@@ -112,8 +112,10 @@ class KVManager(RankTransfers, BaseKVManager):
             gather=lambda payload: of_engine(payload, dp_rank, group),
             directory_port=port + 1 + dp_rank,
             must_query=must_query,
+            dp_rank=dp_rank,
+            has_metrics=bool(getattr(server_args, "enable_metrics", False)),
         )
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_size = dp_size
         self.enable_deferred_decode_kv_release = self.defers_release = not is_prefill and bool(
             envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         )
@@ -166,10 +168,13 @@ class KVSender(SentPrompt, BaseKVSender):
     """One request on one rank of the prefill engine."""
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """Return the bytes of the request's pages in this rank's KV pools."""
-        num_pages = -(-self.num_tokens // self.kv_mgr.layout.page_size)
-        nbytes = num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
-        return KVTransferMetric(transfer_total_bytes=nbytes)
+        """Return the bytes of the prompt's tokens in this rank's KV pools, and how long their transfer took.
+
+        A decode engine that has cached a part of the prompt reads less.
+        """
+        page_bytes = sum(self.kv_mgr.kv_args.kv_item_lens)
+        nbytes = self.num_tokens * page_bytes // self.kv_mgr.layout.page_size
+        return KVTransferMetric(transfer_latency_s=self.held_s or None, transfer_total_bytes=nbytes)
 
 
 class KVReceiver(LoadedPrompt, BaseKVReceiver):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.registry import Finder, Poster
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import PrefillEngines
+from kvconnector.integrations.sglang.stats import RankStats
 from kvconnector.runtime import Worker
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import WorkerMetadata, directory_of, joined_geometry
+from kvconnector.session import RequestTrace
 from kvconnector.session.orders import (
     DropRequest,
     Order,
@@ -54,6 +57,8 @@ class RankTransfers:
         gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it once.
         directory_port: Where a prefill engine's directory service listens, if that is free and no setting says another:
             an engine that is started again should be found where it was.
+        dp_rank: The engine's data-parallel rank in its server.
+        has_metrics: True if the rank's transfers are counted in SGLang's metrics.
         must_query: True if a decode engine asks the prefill engine's registry for every request's rank.
 
     Raises:
@@ -71,13 +76,14 @@ class RankTransfers:
         gather: Callable[[bytes], Sequence[bytes]],
         directory_port: int = 0,
         must_query: bool = False,
+        dp_rank: int = 0,
+        has_metrics: bool = False,
     ) -> None:
         self.config = config
         self.prefill_engines = PrefillEngines(config)
         self.directory = ""
         """Address of the directory service, in the rank of a prefill engine that has it."""
-        self.dp_rank, self.dp_size = 0, 1
-        self.follows_rooms = True
+        self.dp_rank, self.dp_size, self.follows_rooms = dp_rank, 1, True
         """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
         self.defers_release = False
         """True if SGLang keeps a failed request's pages until `is_abort_release_safe`."""
@@ -107,6 +113,7 @@ class RankTransfers:
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
+        self._stats = RankStats(config.engine_id, rank, dp_rank, self, has_metrics=has_metrics)
         self.turn = 0
         """How many times reports were taken: once for each of SGLang's passes over its queue."""
         self.numbers = count()
@@ -149,6 +156,16 @@ class RankTransfers:
             self._transferring[order.request_id] = transfer
         self.worker.start_step(StepMetadata(orders=(order,)))
 
+    @property
+    def num_loading(self) -> int:
+        """Return the number of requests whose pages are being loaded."""
+        return 0 if self.config.role == "producer" else len(self._transferring)
+
+    @property
+    def held(self) -> Sized:
+        """Return the finished prompts whose pages are kept for a decode engine."""
+        return self._transferring if self.config.role == "producer" else ()
+
     def follow(self, order: WantRequest, prompt: LoadedPrompt) -> None:
         """Let the worker follow a prompt, whose `begun` is called when the prefill engine has blocks for it."""
         self._followed[order.request_id] = prompt
@@ -163,6 +180,9 @@ class RankTransfers:
         """Take the worker's reports: let prompts that have begun go on, and end the transfers that the reports name."""
         self.turn += 1
         output = self.worker.poll()
+        for trace in output.stats.traces:
+            if trace.kind == "hold" and trace.request_id in self._transferring:
+                self._transferring[trace.request_id].held_s = seconds_of(trace)
         for request_id in output.begun & self._followed.keys():
             self._followed.pop(request_id).begun()
         failed = {**output.failed_sending, **output.failed_recving}
@@ -170,6 +190,10 @@ class RankTransfers:
             transfer = self._transferring.pop(request_id, None)
             if transfer is not None:
                 transfer.ended(failed.get(request_id))
+        if not output.stats.is_empty and (
+            line := self._stats.observe(output.stats, time.monotonic())
+        ):
+            logger.info("%s", line)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
         """Returns True if nothing reads or writes the pages of a room's failed request any more."""
@@ -201,3 +225,11 @@ def _open_directory(config: ConnectorConfig, preferred_port: int) -> ControlChan
     except ConfigError as error:
         logger.warning("the directory service listens at another port: %s", error)
         return open_control(config, 0)
+
+
+def seconds_of(trace: RequestTrace) -> float:
+    """Return how long a prompt's transfer took: from its first packed read, or its end, to the last confirmation."""
+    moving = [phase for phase in trace.phases if phase.name != "fill"]
+    return max((each.end_s for each in moving), default=0.0) - min(
+        (each.start_s for each in moving), default=0.0
+    )

@@ -107,6 +107,8 @@ class RoomTransfer:
         self.error: KVConnectorError | None = None
         self._address = bootstrap_addr
         self._names = self.request_id, *transfer_names(self.room)
+        self.held_s = 0.0
+        """Seconds that a prompt's transfer took, once it has ended."""
         self._row = 0
         self._turn = 0
 

@@ -1,0 +1,97 @@
+"""What operators see of one SGLang rank: metrics in SGLang's own files, and a line a minute."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from kvconnector.ids import Rank
+from kvconnector.integrations.sglang.rank import seconds_of
+from kvconnector.integrations.sglang.stats import REPORT_S, RankStats
+from kvconnector.session import RequestTrace, WorkerStats
+from kvconnector.session.completion import Phase
+
+MIB = 1 << 20
+SCRAPE = """
+import sys
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from kvconnector.ids import Rank
+from kvconnector.integrations.sglang.stats import RankStats
+from kvconnector.session import RequestTrace, WorkerStats
+
+requests = SimpleNamespace(num_loading=2, held={"a": 1})
+stats = RankStats("sglang-decode-x-dp1", Rank(0, 1), 1, requests, has_metrics=True)
+trace = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), nbytes=512, path="direct", seconds=0.004)
+stats.observe(WorkerStats(traces=[trace], failures={"PeerLostError": 2}), 1.0)
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+sys.stdout.write(generate_latest(registry).decode())
+"""
+
+
+def _load(seconds, nbytes=MIB, path="direct"):
+    return RequestTrace(
+        request_id="r",
+        kind="load",
+        outcome="done",
+        phases=(),
+        nbytes=nbytes,
+        path=path,
+        seconds=seconds,
+    )
+
+
+def _stats():
+    return RankStats("e", Rank(0, 0), 0, SimpleNamespace(num_loading=0, held=()), has_metrics=False)
+
+
+def test_sglangs_metrics_have_ours_by_their_usual_names(tmp_path):
+    environ = os.environ | {
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", SCRAPE],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    lines = found.stdout.splitlines()
+    assert lines, found.stderr
+    values = {
+        "kvconnector_transfer_bytes_total": "512.0",
+        "kvconnector_transfer_seconds_count": "1.0",
+        "kvconnector_loads_in_flight": "2.0",
+        "kvconnector_requests_held": "1.0",
+    }
+    for name, value in values.items():
+        (line,) = [each for each in lines if each.startswith(name + "{")]
+        assert line.endswith(f" {value}")
+        for label in ('engine="sglang-decode-x-dp1"', 'dp_rank="1"', 'tp_rank="1"', 'pp_rank="0"'):
+            assert label in line
+    failed = [line for line in lines if 'cause="PeerLostError"' in line]
+    assert [line.split()[-1] for line in failed] == ["2.0"]
+
+
+def test_one_line_a_minute_says_what_moved_and_what_failed():
+    stats = _stats()
+    assert stats.observe(WorkerStats(traces=[_load(0.001)] * 9), 10.0) == ""
+    traces = [_load(0.009, path="packed")]
+    assert stats.observe(WorkerStats(traces=traces), 10.0 + REPORT_S / 2) == ""
+    line = stats.observe(WorkerStats(failures={"PeerLostError": 3}), 11.0 + REPORT_S)
+    assert "10 loads (9 direct, 1 packed), 10.0 MiB, p50 1.0 ms, p90 9.0 ms" in line
+    assert "3 failed: PeerLostError" in line
+    line = stats.observe(WorkerStats(traces=[_load(0.002)]), 12.0 + 2 * REPORT_S)
+    assert "1 loads (1 direct), 1.0 MiB" in line
+    assert "failed" not in line
+
+
+def test_a_transfer_takes_from_its_first_read_to_the_last_confirmation():
+    phases = (Phase("fill", 1.0, 5.0), Phase("hold", 5.0, 9.0), Phase("send", 4.0, 8.0))
+    trace = RequestTrace(request_id="r", kind="hold", outcome="released", phases=phases)
+    assert seconds_of(trace) == 5.0
+    assert seconds_of(RequestTrace(request_id="r", kind="hold", outcome="x", phases=())) == 0.0
