@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-One turn: wait in the data path until something happens; take new work (control messages over the transport, the data
-path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
-batch. Sessions are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
+One turn: wait in the data path until something happens; take new work (the data path's events, messages from the
+control channel, the engine's orders); give each to the sessions; send each peer its messages, as one batch. Sessions
+are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
 call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
@@ -21,9 +21,8 @@ open endpoints): an engine's thread stops before the first event in `_SLOW` and 
 driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
 through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
 
-Order. A peer's messages count before its loss: the driver takes messages over the transport before it polls the control
-channel, and again before it handles a disconnection. It handles events in the order of their arrival. It closes a link
-after it has sent the messages that a session left for it.
+Order. A peer's messages count before its loss, which the control channel reports after them. The driver handles events
+in the order of their arrival. It closes a link after it has sent the messages that a session left for it.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all transfers
 of the worker, and the engine too if it is inline; an event that bypasses the queue may overtake one that a session
@@ -210,22 +209,16 @@ class Driver:
 
     def _look(self, *, inline: bool = False) -> None:
         """Take the work that is there, and handle it."""
-        # first, because a peer waits for the answer, and its messages count before its loss
-        if len(self._events) < MAX_QUEUED_EVENTS:
-            for link, payload in self.links.receive():
-                self._take_messages(link, payload)
-                if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
-                    break  # the links keep the rest
         self.datapath.step()
         if not self._work(inline=inline, ticks=False):
             return
         self.datapath.lock.clear_pending()
         if len(self._events) < MAX_QUEUED_EVENTS:
-            for link, payload, is_proved in self.links.poll():
+            for link, payload in self.links.poll():
                 messages = self._take_messages(link, payload)
-                if is_proved:
-                    lost = partial(self._lose, link)
-                    guarded(lost, self._greet, link, messages)
+                guarded(partial(self._lose, link), self._greet, link, messages)
+                if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
+                    break  # the links keep the rest
         self._take_orders()
         self._tick_if_due()  # also if peers' messages take all of every turn
         self._work(inline=inline)
@@ -289,10 +282,10 @@ class Driver:
         self.links.lose(link, failure_of(error))
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
-        """Take the fields of greetings that are for links. They came on the channel that authenticates the peer."""
+        """Take the fields of greetings that are for links."""
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
-                self.links.set_peer_inbox(link, message.control)
+                link.max_message_bytes = message.max_message_bytes
             export = self.datapath.export
             if isinstance(message, m.Hello) and export is not None and export.device == "cuda":
                 rank = f"({message.pp_rank}, {message.tp_rank})"

@@ -85,7 +85,7 @@ class SessionLinks(LinkPort):
     def close_link(self, link: Link) -> None:
         self._datapath.sends.close_endpoint(link)
         self._datapath.receives.forget_warm_ups(link)
-        self._links.leave_transport(link)  # messages queued for a consumer then go by ZMQ
+        self._links.close_endpoint(link)
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
@@ -97,7 +97,6 @@ class SessionLinks(LinkPort):
             self._hello,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
-            control=self._links.open_inbox(link),
             segments=segments,
         )
         self._links.send(link, hello)
@@ -116,7 +115,7 @@ class SessionLinks(LinkPort):
             return
         if reply.transport_address:
             try:
-                self._links.change_over(worker.link, reply.transport_address)
+                self._links.open_endpoint(worker.link, reply.transport_address)
             except KVConnectorError as error:
                 self._links.lose(worker.link, error)
                 return
@@ -251,7 +250,7 @@ def hello_of(
     config: ConnectorConfig,
     transport: UcxTransport,
 ) -> m.Hello:
-    """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
+    """Return the greeting of a consumer worker to each producer worker; the warm-up message differs."""
     return m.Hello(
         geometry=PackedGeometry.of(engine),
         pp_rank=rank.pp_rank,
@@ -262,6 +261,7 @@ def hello_of(
         warm_up_bytes=0,
         library_version=__version__,
         timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
+        max_message_bytes=config.control.max_message_bytes,
     )
 
 
@@ -280,6 +280,7 @@ def hello_reply(
         export=_export_that_fits(config, datapath),
         timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
         lease_ms=m.stated_timeout_ms(config.lease.duration_s),
+        max_message_bytes=config.control.max_message_bytes,
     )
 
 

@@ -16,13 +16,12 @@ class Link:
 
     *Used by the runtime:* both sides use the wire `version` in which the link was opened. `handle` is the open
     connection, else None. `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so.
-    Messages that come over the transport carry `tag`; `opener` verifies them, and `sealer` signs ours. `consumer` names
-    a consumer that may have mapped this worker's CUDA memory. `unsent` are the messages of the driver's present turn,
-    oldest first.
+    `consumer` names a consumer that may have mapped this worker's CUDA memory. `unsent` are the messages of the
+    driver's present turn, oldest first.
 
-    *Used by the data path:* `endpoint` is the transport's, 0 if there is none. A consumer opens one for messages alone
-    and owns it; a producer sends chunks through it as well. `pools` are a producer's pools that are read directly.
-    `warm_ups` are the tickets of warm-up messages that have not arrived yet.
+    *Used by the data path:* `endpoint` is the transport's, 0 if there is none. A consumer opens one to learn of the
+    producer's loss, and owns it; a producer sends chunks through it. `pools` are a producer's pools that are read
+    directly. `warm_ups` are the tickets of warm-up messages that have not arrived yet.
     """
 
     number: int
@@ -31,9 +30,6 @@ class Link:
     version: int = 0
     is_lost: bool = False
     max_message_bytes: int = 0
-    tag: int = 0
-    opener: Any = None
-    sealer: Any = None
     consumer: str = ""
     unsent: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
@@ -43,17 +39,6 @@ class Link:
     warm_ups: set[int] = field(default_factory=set)
 
     def __repr__(self) -> str:
-        state = (
-            "lost"
-            if self.is_lost
-            else f"by {'transport' if self.uses_transport else 'control channel'}"
-        )
+        state = "lost" if self.is_lost else "open"
         mapped = f", maps our pools as {self.consumer}" if self.consumer else ""
         return f"<Link {self.number} {state}{mapped}{', direct' if self.pools else ''}>"
-
-    @property
-    def uses_transport(self) -> bool:
-        """Returns True if our messages go over the transport. A producer's do once it got a message there."""
-        if not self.endpoint or self.sealer is None:
-            return False
-        return self.number > 0 or (self.opener is not None and self.opener.has_opened)

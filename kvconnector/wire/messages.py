@@ -102,9 +102,7 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where the sender of a greeting receives this link's further messages: over the transport, as `control.sealed`
-    frames of at most `max_message_bytes` under the tag `2^63 + inbox_id`.
-    """
+    """A part of the greetings of wire version 3, whose messages could travel over UCX. It is read and not used."""
 
     inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -113,9 +111,10 @@ class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
-    under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
-    if that is None, they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if
-    not stated; both sides use the shorter one. `segments` are those of all its reads from this producer worker.
+    under `warm_up_tag`, so that lanes and memory mappings exist before the first read. `timeout_ms` is how long the
+    sender waits for a silent peer, 0 if not stated; both sides use the shorter one. `segments` are those of all its
+    reads from this producer worker. It takes messages of `max_message_bytes`, 0 if not stated. `control` was for wire
+    version 3, and is not used.
     """
 
     geometry: PackedGeometry
@@ -129,15 +128,15 @@ class Hello(Message, frozen=True, kw_only=True):
     control: ControlInbox | None = None
     timeout_ms: Index = 0
     segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SEGMENTS)] = ()
+    max_message_bytes: Index = 0
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
     """The producer worker's answer to a `Hello`; with a refusal the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
-    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, through `export`. If both
-    greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`. A lease lasts
-    `lease_ms` unless it is renewed, 0 if that is not stated.
+    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, through `export`. `timeout_ms`,
+    `max_message_bytes`, `control`: see `Hello`. A lease lasts `lease_ms` unless it is renewed, 0 if not stated.
     """
 
     incarnation: Id
@@ -149,6 +148,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     control: ControlInbox | None = None
     timeout_ms: Index = 0
     lease_ms: Index = 0
+    max_message_bytes: Index = 0
 
 
 def stated_timeout_ms(seconds: float) -> int:

@@ -12,7 +12,8 @@ Kinds in `codec.FIXED` are read in any version, because two engines that have no
 
 Versions: 1, the first. 2: heartbeats name what is followed, and messages travel in batches. 3: `Progress` has a
 watermark as one field, a greeting names the segments of all reads, and a read only ranges, which both sides cut into
-the same chunks.
+the same chunks. 4: all messages travel on the control channel; greetings name no inbox for messages over UCX, where a
+producer of version 3 that is named none stays on the control channel, too.
 """
 
 from __future__ import annotations
@@ -60,5 +61,5 @@ class WireVersions(NamedTuple):
         return version
 
 
-SPOKEN = WireVersions(3, 3)
+SPOKEN = WireVersions(3, 4)
 """The versions of this release. The release that raises `newest` keeps `oldest`; the next one may raise that."""

@@ -1,4 +1,4 @@
-"""The bytes of wire version 3, one file per message; `wire_3.json` has each message's fields by name.
+"""The bytes of wire versions 3 and 4, one file per message; `wire_3.json`, `wire_4.json` have their fields by name.
 
 Released peers send these bytes: never change them.
 
@@ -13,20 +13,24 @@ import msgspec
 import pytest
 
 from kvconnector.wire import decode, encode
+from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 
-VERSION = 3
-FOLDER = Path(__file__).parent / f"wire_{VERSION}"
-LISTED = json.loads(FOLDER.with_suffix(".json").read_text())
+VERSIONS = (3, 4)
+FOLDERS = {version: Path(__file__).parent / f"wire_{version}" for version in VERSIONS}
+LISTED = {
+    version: json.loads(folder.with_suffix(".json").read_text())
+    for version, folder in FOLDERS.items()
+}
 
 
-def golden(name):
-    return bytes.fromhex((FOLDER / f"{name}.hex").read_text())
+def golden(version, name):
+    return bytes.fromhex((FOLDERS[version] / f"{name}.hex").read_text())
 
 
-def messages():
+def messages(version=VERSIONS[0]):
     """One or more of every kind, by name."""
-    return {name: decode(golden(name)) for name in LISTED}
+    return {name: decode(golden(version, name)) for name in LISTED[version]}
 
 
 def named(value):
@@ -40,15 +44,26 @@ def named(value):
     return value.hex() if isinstance(value, bytes) else value
 
 
-@pytest.mark.parametrize("name", LISTED)
-def test_bytes_of_a_released_peer_are_still_the_same_message(name):
-    message, listed = decode(golden(name)), LISTED[name]
+@pytest.mark.parametrize(
+    "version, name", [(version, name) for version in VERSIONS for name in LISTED[version]]
+)
+def test_bytes_of_a_released_peer_are_still_the_same_message(version, name):
+    message, listed = decode(golden(version, name)), LISTED[version][name]
     assert type(message).__name__ == listed["kind"]
     assert named(message) == listed["fields"]
     if not listed.get("sent_by_earlier_releases"):
-        assert encode(message, VERSION).hex() == golden(name).hex()
+        assert encode(message, version).hex() == golden(version, name).hex()
 
 
-def test_every_message_kind_has_golden_bytes():
-    assert {type(message) for message in messages().values()} == set(KINDS.values())
-    assert {path.stem for path in FOLDER.iterdir()} == set(LISTED)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_message_kind_has_golden_bytes(version):
+    assert {type(message) for message in messages(version).values()} == set(KINDS.values())
+    assert {path.stem for path in FOLDERS[version].iterdir()} == set(LISTED[version])
+
+
+def test_greetings_name_no_inbox_to_a_peer_of_any_version():
+    """A producer of version 3 that is named none stays on the control channel."""
+    for version in VERSIONS:
+        for message in messages(VERSIONS[-1]).values():
+            if isinstance(message, m.Hello | m.HelloReply):
+                assert decode(encode(message, version)).control is None

@@ -12,23 +12,17 @@ from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-WAYS = pytest.mark.parametrize(
-    "control",
-    [{"insecure": True, "over_ucx": over_ucx} for over_ucx in (True, False)],
-    ids=["over UCX", "over ZMQ"],
-)
 DESCRIPTORS_A_CONNECTION = 5
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB per token, 128 MiB for a request of 8192 tokens
 # endings during a packed stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
 
 
-@WAYS
-def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(start, control):
+def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(start):
     shape = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS}
     # one small chunk after the other: the producer is killed long before the last
     staging = {"chunk_bytes": 16 << 10, "window": 1}
-    options = {"shape": shape, "control": control, "staging": staging, **PACKED}
+    options = {"shape": shape, "staging": staging, **PACKED}
     d = start("d", "consumer", **options)
     p = start("p", "producer", elsewhere=True, **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
@@ -48,11 +42,10 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     assert "v" not in d.failed
 
 
-@WAYS
-def test_idle_engines_disconnect_quietly_and_greet_again(start, control, caplog):
+def test_idle_engines_disconnect_quietly_and_greet_again(start, caplog):
     peer = {**PEER, "timeout_s": 4, "idle_timeout_s": 4.5}
-    p = start("p", "producer", seed=1, control=control)
-    d = start("d", "consumer", control=control, peer=peer)
+    p = start("p", "producer", seed=1)
+    d = start("d", "consumer", peer=peer)
     assert arrives(p, d, "first", [1, 2], [5, 6])
     num_connected = _num_descriptors()
     until(lambda: _num_descriptors() <= num_connected - DESCRIPTORS_A_CONNECTION, d, p)

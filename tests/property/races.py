@@ -77,17 +77,15 @@ class Races:
         self._too_early = too_early
         self._slow_down = slow_down
         # messages of 1 KiB and more use rendezvous: they stay at the sender until they are received
-        over_ucx = partial(open_ucx_transport, options={"RNDV_THRESH": "1k"})
+        ucx = partial(open_ucx_transport, options={"RNDV_THRESH": "1k"})
         self.world = World(
             seed=seed,
             settings={**SETTINGS, **settings},
-            network=SimpleNamespace(transport=over_ucx),
+            network=SimpleNamespace(transport=ucx),
             make_caches=make_caches,
         )
         self.p = self._start("p", "producer", P_TIMEOUT_S)
-        # UCX loses no message, so `d` uses the other channel
-        on_hub = {"insecure": True, "over_ucx": False}
-        self.d = self._start("d", "consumer", D_TIMEOUT_S, control=on_hub)
+        self.d = self._start("d", "consumer", D_TIMEOUT_S)
         self.e = self._start("e", "consumer", D_TIMEOUT_S)
         self._pace = {}
         self._ended = {}
@@ -269,8 +267,9 @@ class Races:
 
     @contextmanager
     def losing_messages(self):
-        """Within this context the control channel loses all messages."""
-        self.world.hub.faults = ControlFaults(drop_probability=1.0)
+        """Within this context all messages to and from `d` are lost."""
+        (worker,) = self.d.workers
+        self.world.hub.faults = ControlFaults(drop_probability=1.0, only=worker.control.address)
         yield
         self.world.hub.faults = ControlFaults()
 

@@ -19,12 +19,14 @@ from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableE
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlFaults:
     """Faults of a hub. A message is lost or duplicated with these probabilities, and held back for 0 to
-    `max_delay_polls` polls of its receiver, with later ones of its connection after it.
+    `max_delay_polls` polls of its receiver, with later ones of its connection after it. With `only`, the address of a
+    channel, they are those of that channel's connections.
     """
 
     drop_probability: float = 0.0
     duplicate_probability: float = 0.0
     max_delay_polls: int = 0
+    only: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +154,8 @@ class InprocControlChannel:
     def _accept(self, end, payload):
         """Send a message to `end`, with the hub's faults."""
         faults, choose = self._hub.faults, self._hub.random
+        if faults.only and faults.only not in (self.address, end.peer_address):
+            faults = ControlFaults()
         if end.is_ignored or choose.random() < faults.drop_probability:
             return
         copies = 2 if choose.random() < faults.duplicate_probability else 1

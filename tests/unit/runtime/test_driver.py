@@ -6,13 +6,13 @@ from contextlib import closing
 import pytest
 
 from kvconnector.config import LeaseConfig
+from kvconnector.control.base import Received
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
-from kvconnector.transport.base import ControlMessage
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeClock, FakeEngine, attention_model
@@ -149,8 +149,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         assert len(driver.consumer._loads) == 1000
 
 
-@pytest.mark.parametrize("way", ["transport", "control channel"])
-def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch, way):
+def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch):
     with closing(World()) as world:
         producer = world.start(FakeEngine("p", MODEL), role="producer")
         (worker,) = producer.workers
@@ -160,11 +159,7 @@ def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch,
         driver.clock = Slow(driver.clock())
         link = Link(-9)
         beats = encode_batch([encode(m.Heartbeat(transfers=()))] * 100)
-        sent = {
-            "transport": ("receive", lambda: [(link, beats)]),
-            "control channel": ("poll", lambda: [(link, beats, True)]),
-        }
-        monkeypatch.setattr(driver.links, *sent[way])
+        monkeypatch.setattr(driver.links, "poll", lambda: [(link, beats)])
         most = 0
         for _ in range(100):
             driver.turn(0.0)
@@ -185,15 +180,14 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
     driver = p.driver
     (link,) = driver.links
     batch = encode_batch([encode(m.Heartbeat(transfers=(), number=1))] * (sent // 250))
-    arrived = [ControlMessage(link.tag, batch)] * 250
+    arrived = [Received(link.handle, batch)] * 250
 
-    def receive(limits, *, progress=False):
+    def poll(timeout_s):
         taken, arrived[:] = [*arrived], []
         return taken
 
     handled = []
-    monkeypatch.setattr(link.opener, "open", lambda payload: payload)
-    monkeypatch.setattr(driver.links._transport, "receive_control", receive)
+    monkeypatch.setattr(driver.links.control, "poll", poll)
     monkeypatch.setattr(driver.producer, "handle", lambda event, now: handled.append(event) or [])
     driver.clock = Slow(driver.clock())
     while driver.links.arrived or driver.num_queued or not handled:
