@@ -383,12 +383,6 @@ struct kvc_log {
     struct kvc_note notes[KVC_NUM_NOTES];
 };
 
-struct kvc_listeners {
-    _Atomic(uint64_t) ceiling; /* the first descriptor that is refused */
-    _Atomic(uint64_t) refused;
-    _Atomic(uint64_t) failed;
-};
-
 /* ---- what this header's structs look like: layout.c ---- */
 
 struct kvc_layout_entry {

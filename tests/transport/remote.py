@@ -1,5 +1,6 @@
 """A transport in a second process, behind a proxy that fulfils the same contract."""
 
+import logging.handlers
 import select
 import time
 from dataclasses import replace
@@ -83,6 +84,8 @@ class Child:
 
     def __init__(self, settings):
         self._memory = []
+        self._logged = logging.handlers.BufferingHandler(1000)
+        logging.getLogger().addHandler(self._logged)
         self._transport = open_ucx_transport(**settings)
 
     def __getattr__(self, name):
@@ -97,6 +100,10 @@ class Child:
 
     def read(self, key):
         return self._memory[key].read()
+
+    def logged(self):
+        """Return the texts of the log so far."""
+        return [record.getMessage() for record in self._logged.buffer]
 
     def drive(self, seconds):
         """Progress for a while. Returns the number of completions."""

@@ -1,20 +1,16 @@
-"""Foreign connections to UCX's ports take only spare descriptors, and peers can connect once they are closed."""
+"""UCX's listening sockets: what strangers can do to them, and what the log says of it."""
 
 import logging
 import resource
 import select
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from kvconnector.transport.ucx import load_library, open_ucx_transport
-from kvconnector.transport.ucx.library import link_map_of
-from kvconnector.transport.ucx.listeners import (
-    WANTED_DESCRIPTORS,
-    find_import,
-    raise_descriptor_limit,
-    replace_import,
-)
+from kvconnector.transport.ucx.listeners import FEW_DESCRIPTORS
 from tests.support.transport_suite import Ledger, Worker, exchange
+from tests.support.waiting import until
 from tests.transport.remote import RemoteTransport
 from tests.transport.strangers import UCX_TCP_MAGIC, connect, listening_ports, unknown_message
 
@@ -24,30 +20,73 @@ OPTIONS = {"TLS": "tcp", "NET_DEVICES": "lo"}
 FILES = 192
 
 
-def test_a_listener_survives_a_flood_of_foreign_connections(capfd):
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def limited():
+    """A transport in a process that may open few files, and a peer of it here, which have exchanged a message."""
     if load_library().version[:2] == (1, 20):
         pytest.skip("UCX 1.20 reaches nobody over lo (openucx/ucx#11202)")
-    limited = RemoteTransport(
+    transport = RemoteTransport(
         {"options": OPTIONS}, prefix=("prlimit", f"--nofile={FILES}:{FILES}", "--")
     )
-    (port,) = listening_ports(limited.child.pid)
-    strangers = [connect(port) for _ in range(FILES)]
-    assert select.select([strangers[-1]], [], [], 0.2)[0], "it stays open"
-    limited.drive(0.5)
-    log = capfd.readouterr().err
-    assert f"this process may open {FILES} files" in log
-    assert "turned away" in log
-    for stranger in strangers:
-        stranger.close()
-    limited.drive(0.5)
     peer = open_ucx_transport(options=OPTIONS)
-    here = Worker(peer, peer.connect(limited.address))
-    there = Worker(limited, limited.connect(peer.address), limited.allocate)
-    exchange(Ledger(peer, limited), here, there, 1)
-    exchange(Ledger(peer, limited), there, here, 2)
+    here = Worker(peer, peer.connect(transport.address))
+    there = Worker(transport, transport.connect(peer.address), transport.allocate)
+    exchange(Ledger(peer, transport), here, there, 1)
+    exchange(Ledger(peer, transport), there, here, 2)
+    yield here, there
     peer.close()
-    limited.close()
-    limited.release()
+    transport.close()
+    transport.release()
+
+
+def test_a_listener_that_a_flood_of_connections_has_ended_is_named(limited):
+    here, there = limited
+    (port,) = listening_ports(there.transport.child.pid)
+    with ExitStack() as strangers:
+        with suppress(ConnectionError):  # refused once UCX has stopped listening
+            for _ in range(FILES):
+                strangers.enter_context(connect(port))
+        until(
+            lambda: "no longer listens" in "".join(there.transport.logged()),
+            lambda: there.transport.drive(0.1),
+        )
+        there.transport.drive(0.6)
+    log = "".join(there.transport.logged())
+    assert log.count(f"UCX no longer listens on 127.0.0.1 port {port}") == 1
+    assert f"the {FILES} files that this process may open" in log
+    assert listening_ports(there.transport.child.pid) == []
+    # whoever is connected goes on
+    exchange(Ledger(here.transport, there.transport), here, there, 3)
+    exchange(Ledger(here.transport, there.transport), there, here, 4)
+
+
+def test_a_listener_that_stays_open_is_not_reported(limited):
+    _, there = limited
+    (port,) = listening_ports(there.transport.child.pid)
+    for _ in range(3):
+        connect(port).close()
+    there.transport.drive(0.6)
+    assert "no longer listens" not in "".join(there.transport.logged())
+    assert listening_ports(there.transport.child.pid) == [port]
+
+
+def test_a_transport_leaves_the_limit_of_open_files_alone_and_names_it(limits, caplog):
+    for soft in (512, 2048):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+        with caplog.at_level(logging.INFO, "kvconnector.transport.ucx.listeners"):
+            caplog.clear()
+            open_ucx_transport(options=OPTIONS).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft
+        (record,) = [each for each in caplog.records if "files" in each.getMessage()]
+        assert f"may open {soft} files" in record.getMessage()
+        assert (record.levelno == logging.WARNING) == (soft < FEW_DESCRIPTORS)
 
 
 def test_foreign_messages_are_logged_briefly_without_their_bytes(caplog, capfd):
@@ -68,26 +107,3 @@ def test_foreign_messages_are_logged_briefly_without_their_bytes(caplog, capfd):
     assert len(text.splitlines()) < 12
     assert "prompt" not in text
     assert "6120 7072" not in text  # as a dump shows it
-
-
-@pytest.fixture
-def limits():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield before
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_the_open_file_limit_is_raised_up_to_the_hard_limit(limits):
-    hard = limits[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    assert raise_descriptor_limit() == min(hard, WANTED_DESCRIPTORS)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, WANTED_DESCRIPTORS), hard)
-
-
-def test_an_import_is_found_and_replaced_by_name():
-    open_ucx_transport().close()
-    libucs = link_map_of(load_library().keeping.ucs_log_push_handler)
-    assert find_import(libucs, b"no_such_function") is None
-    place = find_import(libucs, b"accept")
-    ours = replace_import(place, 4096)
-    assert replace_import(place, ours) == 4096

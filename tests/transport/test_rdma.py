@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvconnector.errors import ConfigError, IncompatiblePeerError, RemoteProtocolError
 from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport, ports
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
-from kvconnector.transport.ucx.library import link_map_of
+from kvconnector.transport.ucx.library import path_of
 from kvconnector.transport.ucx.ports import active_rdma_ports, distance, nearest, place_of
 from kvconnector.transport.ucx.rdma import LOCKED_BYTES_PER_DEVICE, RdmaChoice
 
@@ -267,7 +267,7 @@ def test_the_reason_why_ucx_opens_no_port_is_reported(sysfs, driver, brought, re
     (device / "driver").symlink_to(sysfs.root / "drivers" / driver)
     sysfs.port("ibp0s1", device)
     (sysfs.root / "ucx").mkdir()
-    (sysfs.root / "ucx/libuct_ib.so.0").symlink_to(link_map_of(ctypes.CDLL(None).accept).path)
+    (sysfs.root / "ucx/libuct_ib.so.0").symlink_to(path_of(ctypes.CDLL(None).accept))
     if brought:
         (sysfs.root / "libibverbs-1de1263b.so.1").touch()
     why = choice(offering(TCP), sysfs.root / "libucp.so.0").explain({})

@@ -271,12 +271,6 @@ class Log(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("leaks_expected", c_uint64), ("notes", Note * NUM_NOTES))
 
 
-class Listeners(ctypes.Structure):
-    """The memory of the function in place of accept(2): the first descriptor that it refuses, and its refusals."""
-
-    _fields_ = (("ceiling", c_uint64), ("refused", c_uint64), ("failed", c_uint64))
-
-
 class TokenShare(ctypes.Structure):
     """Which of a request's tokens are in a group's table on this rank: see `TableGeometry`."""
 
@@ -309,7 +303,6 @@ check_mirror(
         ("board_entry", BoardEntry),
         ("note", Note),
         ("log", Log),
-        ("listeners", Listeners),
         ("token_share", TokenShare),
     ]
 )

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from ctypes import byref, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport.ucx import abi
@@ -300,24 +300,16 @@ def _present() -> Path | None:
         library = ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
-    return link_map_of(library.ucp_get_version).path
+    return path_of(library.ucp_get_version)
 
 
-class LinkMap(NamedTuple):
-    """A loaded file: the address that it was loaded at, its path, and the address of its dynamic section."""
-
-    base: int
-    path: Path
-    dynamic: int
-
-
-def link_map_of(function: Any) -> LinkMap:
-    """Return the loaded file of a C function."""
+def path_of(function: Any) -> Path:
+    """Return the path of the loaded file of a C function."""
     info, link_map = (c_void_p * 4)(), c_void_p()
     address = ctypes.cast(function, c_void_p)
     ctypes.CDLL(None).dladdr1(address, info, byref(link_map), _RTLD_DL_LINKMAP)
-    base, name, dynamic = (c_size_t * 3).from_address(link_map.value or 0)
-    return LinkMap(base, Path(os.fsdecode(ctypes.string_at(name))), dynamic)
+    _, name = (c_size_t * 2).from_address(link_map.value or 0)
+    return Path(os.fsdecode(ctypes.string_at(name)))
 
 
 def _version(functions: Any) -> tuple[int, int, int]:

@@ -7,15 +7,11 @@ these functions touch only plain memory and libc. Python reads that memory later
 from __future__ import annotations
 
 from kvconnector_kernels.library import address_of_function, keeping
-from kvconnector_kernels.pump.records import NUM_NOTES, Listeners, Log
+from kvconnector_kernels.pump.records import NUM_NOTES, Log
 
-__all__ = ["ACCEPT", "LISTENERS_MEMORY", "LOG_HANDLER", "LOG_MEMORY", "NUM_NOTES"]
+__all__ = ["LOG_HANDLER", "LOG_MEMORY", "NUM_NOTES"]
 
 LOG_HANDLER = address_of_function("kvc_note_message")
 """The address of a handler of UCX's log, which keeps warnings and worse in `LOG_MEMORY`."""
 LOG_MEMORY = Log.in_dll(keeping, "kvc_log")
 """The last `NUM_NOTES` messages, and how many there were."""
-ACCEPT = address_of_function("kvc_accept")
-"""The address of a function in place of accept(2), which refuses by `LISTENERS_MEMORY`."""
-LISTENERS_MEMORY = Listeners.in_dll(keeping, "kvc_listeners")
-"""The first descriptor that is refused, and how many were."""

@@ -2,7 +2,7 @@
 
 Threads. One thread at a time calls this: the driver's, or the engine's under the driver lock. No call waits for another
 thread. The compiled loop uses the same worker in that thread, posts and tests requests of its own, and gives up those
-that it stops waiting for by `adopt`. UCX's own thread accepts connections (`listeners`) and may log (`log`).
+that it stops waiting for by `adopt`. UCX's own thread accepts connections and may log (`log`).
 
 Ownership. The transport has the context, the worker, the endpoints and the requests, and ends them in reverse order. A
 buffer belongs to UCX until its request has ended, which neither cancelling nor losing the peer brings forward: its
@@ -40,7 +40,7 @@ from kvconnector.transport.ucx.address import WorkerAddress, this_process
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.libucp import Context, Libucp
-from kvconnector.transport.ucx.listeners import LISTENERS
+from kvconnector.transport.ucx.listeners import Listeners, log_descriptor_limit, open_sockets
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector.transport.ucx.rdma import RdmaChoice, rdma_devices
 from kvconnector.transport.ucx.requests import RequestTable
@@ -86,14 +86,16 @@ class UcxTransport:
         rdma: RdmaChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        LISTENERS.install(library)
+        log_descriptor_limit()
         options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
             options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
         self._context = Context(library, options)
         try:
             resources = self._context.resources()
+            sockets = open_sockets()
             self._libucp = Libucp(self._context)
+            self._listeners = Listeners(before=sockets)
         except TransportError:
             self._context.close()
             raise
@@ -185,7 +187,7 @@ class UcxTransport:
                 self._endpoints.check_processes(self._local)
                 self._endpoints.end_quarantines()
                 LOG_GUARD.report()
-                LISTENERS.report()
+                self._listeners.report()
         finished, self._requests.finished = self._requests.finished, []
         return finished
 
