@@ -143,14 +143,15 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The UCX library: which one is used, and how."""
 
     library: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
-    """The libucp to use: `wheel` (the libucx package), `system`, `nixl`, `ucxx` or `ucx-py` (the one that it uses), or
-    a path. `auto`: the one already loaded, else one that can use an active RDMA port, else the first one installed.
+    """The libucp to use: `wheel` (the libucx package), `nixl` (the one in NIXL's wheel, with InfiniBand), or a path,
+    such as that of the system's `libucp.so.0`. `auto`: the one already loaded, else `nixl` if it is installed and can
+    use an active RDMA port, else `wheel`.
     """
     tls: str = ""
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
-    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, separated by commas. `auto`
-    takes the RDMA ports nearest to the rank's GPU on the PCI bus, and every interface for TCP; empty as for `tls`.
+    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, separated by commas. Empty as
+    for `tls`: UCX takes the ports nearest to a message's memory.
     """
     require_rdma: bool = False
     """Refuse peers on other hosts that UCX reaches without RDMA. By default a host with active ports only warns."""

@@ -29,7 +29,7 @@ from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import plan_transfer
 from kvconnector.runtime.channels import ucx_options
 from kvconnector.topology import TpKVTopology
-from kvconnector.transport.ucx import load_library
+from kvconnector.transport.ucx import SOURCES, load_library
 
 _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
@@ -165,7 +165,7 @@ def find_perftest(library: str) -> list[str]:
     ucx = load_library(library)
     beside = ucx.path.parent.parent / "bin/ucx_perftest"
     path = str(beside) if beside.exists() else shutil.which("ucx_perftest")
-    if path is None or (ucx.source != "system" and not beside.exists()):
+    if path is None or (ucx.source in SOURCES and not beside.exists()):
         raise TransportError("this UCX brings no ucx_perftest", library=str(ucx.path))
     # the wheel's program does not know where the wheel's libraries are
     return ["env", f"LD_LIBRARY_PATH={Path(ucx.path).resolve().parent}", path]
@@ -175,7 +175,7 @@ def ucx_variables(config: ConnectorConfig) -> dict[str, str]:
     """Return the settings of a worker's transport as UCX's environment variables."""
     segment = dict.fromkeys(("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"), config.ucx.tcp_segment_bytes)
     options = {**ucx_options(config), **segment}
-    return {f"UCX_{name}": str(each) for name, each in options.items() if each not in (0, "auto")}
+    return {f"UCX_{name}": str(each) for name, each in options.items() if each}
 
 
 @contextmanager

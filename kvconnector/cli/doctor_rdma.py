@@ -23,7 +23,6 @@ from kvconnector.transport.ucx.ports import (
     rdma_ports,
 )
 from kvconnector.transport.ucx.rdma import (
-    AUTO_DEVICES,
     LOCKED_BYTES_PER_DEVICE,
     RdmaChoice,
     rdma_devices,
@@ -40,18 +39,18 @@ _FORK_UNNEEDED = 2
 def network(library: UcxLibrary, device: str, config: ConnectorConfig) -> Finding:
     """Report the network that moves KV caches to other hosts with these settings."""
     choice = RdmaChoice(library, device, staging_bytes=config.staging.budget_bytes)
-    options = choice.settle(ucx_options(config))
+    options = ucx_options(config)
+    choice.check_devices(options)
     devices = rdma_devices(choice.offers(options))
     lack = choice.lack_of_memory(devices)
     if not devices or lack:
         why = lack or choice.explain(options)
         verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
         return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
-    near = choice.settle({**options, "NET_DEVICES": AUTO_DEVICES})
-    text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
+    text = f"RDMA by {', '.join(sorted(devices))}, of which UCX takes the nearest to a message's memory"
     named_rails = os.environ.get(_RAILS, "")
     rails = int(named_rails) if named_rails.isdecimal() else _DEFAULT_RAILS
-    if (num_ports := len(rdma_devices(choice.offers(near)))) > rails:
+    if (num_ports := len(devices)) > rails:
         text += f"; UCX sends a message by {rails} of these {num_ports} RDMA ports: {_RAILS}={num_ports} takes all"
     return Finding("network", "ok", text)
 

@@ -281,7 +281,7 @@ class PeerGreeting(ExitStack):
             return Finding("  lanes", "ok", f"{lanes}: RDMA")
         library = load_library(self._config.ucx.library)
         choice = RdmaChoice(library, self._device, staging_bytes=self._staging_bytes)
-        why = choice.explain(choice.settle(ucx_options(self._config)))
+        why = choice.explain(ucx_options(self._config))
         verdict: Verdict = "warn" if active_rdma_ports() else "note"
         return Finding("  lanes", verdict, f"{lanes}, no RDMA: {why}")
 

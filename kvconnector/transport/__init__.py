@@ -1,4 +1,4 @@
-"""Moving bytes between workers: one contract (`base`), and UCX (`ucx`), which fulfils it."""
+"""Moving bytes between workers over UCX: what it promises (`base`), and how (`ucx`)."""
 
 from kvconnector.transport.base import Buffer as Buffer
 from kvconnector.transport.base import Completion as Completion

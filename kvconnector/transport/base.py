@@ -1,4 +1,7 @@
-"""The contract of a transport: tagged messages between two workers.
+"""What tagged messages over UCX promise, and the types of `UcxTransport`.
+
+There is one transport. The data path hands libucp's functions and handles to the compiled loop, so no other could take
+its place; the tests' loopback network stands in for it behind the same calls.
 
 Ordering. Messages of one tag through one endpoint match receives of that tag in the order in which both were posted.
 Between different tags, or different endpoints, there is no order.

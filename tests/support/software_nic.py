@@ -20,7 +20,7 @@ def ucx_with_ib():
     """Return a `ucx.library` with transports for RDMA, or None if none is installed."""
     open_mpi = Path(sys.prefix, "lib/openmpi/libucp.so.0")
     named = os.environ.get("KVCONNECTOR_UCX_LIBRARY", "")
-    for source in (named, "nixl", "system", str(open_mpi)):
+    for source in (named, "nixl", str(open_mpi)):
         try:
             path = SOURCES[source]() if source in SOURCES else Path(source)
         except TransportError:

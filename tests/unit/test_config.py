@@ -197,13 +197,13 @@ def test_every_setting_has_a_variable():
 
 
 def test_kvconnector_ucx_is_short_for_the_library():
-    environ = {"KVCONNECTOR_UCX": "ucx-py"}
-    assert ConnectorConfig.from_env(environ, settings()).ucx.library == "ucx-py"
-    same = environ | {"KVCONNECTOR_UCX_LIBRARY": "ucx-py"}
-    assert ConnectorConfig.from_env(same, settings()).ucx.library == "ucx-py"
+    environ = {"KVCONNECTOR_UCX": "nixl"}
+    assert ConnectorConfig.from_env(environ, settings()).ucx.library == "nixl"
+    same = environ | {"KVCONNECTOR_UCX_LIBRARY": "nixl"}
+    assert ConnectorConfig.from_env(same, settings()).ucx.library == "nixl"
     for other in (
-        {"KVCONNECTOR_UCX_LIBRARY": "ucxx", **environ},
-        {**environ, "KVCONNECTOR_UCX_LIBRARY": "ucxx"},
+        {"KVCONNECTOR_UCX_LIBRARY": "wheel", **environ},
+        {**environ, "KVCONNECTOR_UCX_LIBRARY": "wheel"},
     ):
         with pytest.raises(ConfigError, match=r"KVCONNECTOR_UCX\w* and KVCONNECTOR_UCX\w*"):
             ConnectorConfig.from_env(other, settings())

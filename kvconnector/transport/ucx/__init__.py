@@ -31,5 +31,6 @@ def open_ucx_transport(
     """
     loaded = load_library(library)
     choice = RdmaChoice(loaded, device, staging_bytes=staging_bytes)
-    settled = choice.without_unlockable(choice.settle(options), require_rdma=require_rdma)
+    choice.check_devices(options)
+    settled = choice.without_unlockable(options, require_rdma=require_rdma)
     return UcxTransport(loaded, options=settled, rdma=choice, require_rdma=require_rdma, **settings)

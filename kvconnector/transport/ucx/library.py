@@ -8,12 +8,9 @@ loaded, as ucxx does, is used where the setting leaves the choice open (`auto`),
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,19 +26,16 @@ from kvconnector.transport.ucx.ports import active_drivers, active_rdma_ports
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""Chooses the libucp that is loaded already, else the first of `SOURCES` that can be loaded."""
+"""Chooses the libucp that is loaded already, else NIXL's where RDMA ports are active, else the wheel's."""
 KNOWN_VERSIONS = ((1, 18), (1, 23))
 """First and last minor version of UCX whose headers were compared with `abi`."""
 
 _SONAME = "libucp.so.0"
-_BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
-"""Python bindings, and the modules that load libucp."""
 _MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
 _WHEEL_FILES = ("libucs.so", "libuct.so", "libucp.so")
 """The names by which ucxx loads the files of the wheel, which has three copies of each: loading them by other names
 would load a second UCX.
 """
-_LDCONFIG = "/sbin/ldconfig"
 _RTLD_DL_LINKMAP = 2
 
 
@@ -102,14 +96,14 @@ def load_library(source: str = AUTO) -> UcxLibrary:
     """Load the libucp that a setting names, once.
 
     Args:
-        source: `auto`, one of `SOURCES`, `ucxx` or `ucx-py` for the one that this binding brings, or a file's path.
+        source: `auto`, one of `SOURCES`, or a file's path.
 
     Raises:
         ConfigError: There is no such source.
         TransportError: none is found there, it cannot be used, or this process has loaded another one.
     """
-    if source != AUTO and source not in (*SOURCES, *_BINDINGS) and "/" not in source:
-        known = [AUTO, *SOURCES, *_BINDINGS]
+    if source != AUTO and source not in SOURCES and "/" not in source:
+        known = [AUTO, *SOURCES]
         raise ConfigError("ucx.library is none of these, and no path", named=source, known=known)
     with _lock:
         if not _loaded:
@@ -150,16 +144,9 @@ def _first_usable() -> UcxLibrary:
 
 
 def automatic_order(ports: Collection[str]) -> list[str]:
-    """Return the sources that `auto` tries, the preferred one first, on a host with these active RDMA ports.
-
-    Sources that can use the ports come first: the system's, which fits its drivers, then NIXL's.
-    """
-
-    def rank(source: str) -> tuple[bool, bool]:
-        is_capable = bool(ports) and not _rdma_lack(source)
-        return not is_capable, not (is_capable and source == "system")
-
-    return sorted(SOURCES, key=rank)
+    """Return the sources that `auto` tries, the preferred one first, on a host with these active RDMA ports."""
+    is_capable = bool(ports) and not _rdma_lack("nixl")
+    return sorted(SOURCES, key="nixl".__eq__, reverse=is_capable)
 
 
 def _rdma_lack(source: str) -> str:
@@ -205,8 +192,6 @@ def _load(source: str) -> UcxLibrary:
             loaded=str(present),
             named=str(path),
         )
-    if source == "system":
-        _check_version(_version_elsewhere(path), path)  # a loaded one excludes others
     return UcxLibrary(source, path)
 
 
@@ -217,13 +202,11 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def _find(source: str) -> Path:
     """Return the path of a source's libucp. Raises TransportError: it has none."""
-    if source in _BINDINGS:
-        return _of_binding(source)
     return SOURCES[source]() if source in SOURCES else Path(source)
 
 
 def _of_wheel() -> Path:
-    """Find the libucp of `libucx`, on which ucxx and ucx-py depend, by the name under which they load it."""
+    """Find the libucp of `libucx`, on which ucxx depends, by the name under which ucxx loads it."""
     return _existing(_package("libucx"), "lib/libucp.so")
 
 
@@ -253,40 +236,7 @@ def _existing(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _of_system() -> Path:
-    """Look in LD_LIBRARY_PATH, the interpreter's own folder (conda) and the loader's cache, in this order."""
-    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.prefix}/lib"]
-    for folder in filter(None, folders):
-        if (path := Path(folder) / _SONAME).exists():
-            return path
-    try:
-        cache = subprocess.run(
-            [_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise TransportError(f"{_LDCONFIG} does not list libraries: {error}") from error
-    for line in cache.splitlines():
-        name, _, file = line.strip().partition(" => ")
-        if name.startswith(_SONAME):
-            return Path(file)
-    raise TransportError(f"no {_SONAME} in LD_LIBRARY_PATH or the loader's cache")
-
-
-def _of_binding(name: str) -> Path:
-    """Find the libucp that a Python binding links or loads."""
-    try:
-        with ucx_environment_kept():
-            importlib.import_module(_BINDINGS[name])
-    except ImportError as error:
-        raise TransportError(f"{name} cannot be imported: {error}") from error
-    if (present := _present()) is None:
-        raise TransportError(f"{name} has not loaded {_SONAME}")
-    return present
-
-
-SOURCES: Mapping[str, Callable[[], Path]] = MappingProxyType(
-    {"wheel": _of_wheel, "nixl": _of_nixl, "system": _of_system}
-)
+SOURCES: Mapping[str, Callable[[], Path]] = MappingProxyType({"wheel": _of_wheel, "nixl": _of_nixl})
 """Finds the libucp of each source, the preferred one first."""
 
 _lock = threading.Lock()
@@ -316,22 +266,6 @@ def _version(functions: Any) -> tuple[int, int, int]:
     numbers = (c_uint(), c_uint(), c_uint())
     functions.ucp_get_version(*(byref(number) for number in numbers))
     return numbers[0].value, numbers[1].value, numbers[2].value
-
-
-def _version_elsewhere(path: Path) -> tuple[int, ...]:
-    """Return the version of a libucp by loading it in another process. Raises TransportError: it cannot be loaded."""
-    program = (
-        "import ctypes, sys\n"
-        "numbers = [ctypes.c_uint() for _ in range(3)]\n"
-        "ctypes.CDLL(sys.argv[1]).ucp_get_version(*map(ctypes.byref, numbers))\n"
-        "print(*(number.value for number in numbers))\n"
-    )
-    command = [sys.executable, "-I", "-S", "-c", program, str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-        return tuple(map(int, done.stdout.split()))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise TransportError(f"this libucp cannot be used: {error}", library=str(path)) from error
 
 
 def _check_version(version: tuple[int, ...], path: Path) -> None:

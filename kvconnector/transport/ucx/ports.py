@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -55,17 +54,6 @@ def lockable_bytes() -> int | None:
     capabilities = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
     is_exempt = capabilities >> _CAP_IPC_LOCK & 1
     return None if is_exempt or soft == resource.RLIM_INFINITY else soft
-
-
-def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
-    """Return the devices nearest to `to`: those that share the longest path from the PCI root with it, and of these the
-    ones on its NUMA node. Several may be equally near.
-    """
-    far = {
-        name: (-_common(place, to), place.nodes.isdisjoint(to.nodes))
-        for name, place in devices.items()
-    }
-    return [name for name in devices if far[name] == min(far.values())]
 
 
 def distance(one: Place, other: Place) -> str:

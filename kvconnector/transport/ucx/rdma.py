@@ -17,16 +17,10 @@ from kvconnector.errors import ConfigError, IncompatiblePeerError
 from kvconnector.transport.base import LOCK_REMEDY
 from kvconnector.transport.ucx.library import UcxLibrary, knows_no_driver, rdma_modules
 from kvconnector.transport.ucx.libucp import Context, Resource
-from kvconnector.transport.ucx.ports import (
-    active_rdma_ports,
-    lockable_bytes,
-    nearest,
-    place_of,
-)
+from kvconnector.transport.ucx.ports import active_rdma_ports, lockable_bytes
 
 logger = logging.getLogger(__name__)
 
-AUTO_DEVICES = "auto"
 RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
 """Prefixes of the names of UCX's transports whose hardware bypasses the kernel."""
 LOCKED_BYTES_PER_DEVICE = 39_845_888
@@ -51,7 +45,7 @@ def rdma_devices(resources: Collection[Resource]) -> set[str]:
 
 
 class RdmaChoice:
-    """Chooses the RDMA devices of a worker with caches on `device` ("cpu" or "cuda:N").
+    """What UCX may use for RDMA, for a worker with caches on `device` ("cpu" or "cuda:N").
 
     All `options` are UCX's, named without `UCX_`. `staging_bytes` of host memory are registered besides UCX's own.
     """
@@ -65,32 +59,21 @@ class RdmaChoice:
         offers: Offers | None = None,
     ) -> None:
         self._path = library.path
-        self._device = device
         self._staging_bytes = staging_bytes if device == "cpu" else 0
         self.offers = offers or partial(offered, library)
         self._warned: set[str] = set()
 
-    def settle(self, options: Mapping[str, str]) -> dict[str, str]:
-        """Return `options` with "auto" for NET_DEVICES replaced by names.
-
-        These are the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for
-        TCP. Without RDMA, UCX chooses.
+    def check_devices(self, options: Mapping[str, str]) -> None:
+        """Check the names in NET_DEVICES. UCX itself takes those of its devices that are nearest to a message's memory.
 
         Raises:
             ConfigError: A named device cannot be used by UCX.
         """
         named = options.get("NET_DEVICES", "")
-        others = {name: value for name, value in options.items() if name != "NET_DEVICES"}
         if not named or named == "all":
-            return dict(options)
-        offers = self.offers(others)
-        tcp, rdma = _tcp(offers), rdma_devices(offers)
-        if named == AUTO_DEVICES:
-            ports = active_rdma_ports()
-            known = {name: ports[name] for name in ports.keys() & rdma}
-            near = nearest(known, place_of(self._device))
-            return {**others, "NET_DEVICES": ",".join([*sorted(near), *tcp])} if near else others
-        usable = [*tcp, *sorted(rdma)]
+            return
+        offers = self.offers({key: each for key, each in options.items() if key != "NET_DEVICES"})
+        usable = [*_tcp(offers), *sorted(rdma_devices(offers))]
         known_names = {name for each in usable for name in (each, each.partition(":")[0])}
         unknown = [name for name in named.split(",") if name not in known_names and "[" not in name]
         if unknown:
@@ -101,7 +84,6 @@ class RdmaChoice:
                 usable=sorted(usable),
                 active_rdma_ports=sorted(active_rdma_ports()),
             )
-        return dict(options)
 
     def lack_of_memory(self, devices: Collection[str]) -> str:
         """Return why UCX may lock too little memory to use these RDMA devices together, and the remedy; "" if it may
@@ -119,7 +101,7 @@ class RdmaChoice:
     def without_unlockable(
         self, options: Mapping[str, str], *, require_rdma: bool
     ) -> dict[str, str]:
-        """Return settled `options`. They leave out RDMA, with a warning, if this process may not lock enough memory.
+        """Return `options`. They leave out RDMA, with a warning, if this process may not lock enough memory.
 
         Raises:
             ConfigError: RDMA is left out, and it is required or there is no TCP.
@@ -136,7 +118,7 @@ class RdmaChoice:
         return {**options, "NET_DEVICES": ",".join(tcp)}
 
     def explain(self, options: Mapping[str, str]) -> str:
-        """Return why UCX has no RDMA lane to a peer under settled `options`, and the remedy."""
+        """Return why UCX has no RDMA lane to a peer under `options`, and the remedy."""
         ports = ", ".join(active_rdma_ports())
         if not ports:
             return "this host has no RDMA device with an active port"
@@ -146,7 +128,7 @@ class RdmaChoice:
         if devices := rdma_devices(self.offers(every)):
             named = _setting(options, "NET_DEVICES")
             return self.lack_of_memory(devices) or (
-                f"{named} leaves out {ports}: name those, or set ucx.net_devices=auto"
+                f"{named} leaves out {ports}: name those, or unset it"
             )
         if rdma_devices(self.offers({**every, "TLS": "all"})):
             return f"{_setting(options, 'TLS')} leaves out RDMA: add rc, or unset it"
@@ -162,7 +144,7 @@ class RdmaChoice:
             return f"{modules[0]} cannot be loaded: {error}. Install rdma-core (libibverbs1, ibverbs-providers)"
         hint = "see whether /dev/infiniband is here, `ulimit -l` unlimited, and ibverbs-providers installed"
         if knows_no_driver(self._path):
-            hint = "it brings a libibverbs that knows NVIDIA's NICs (mlx5) alone: set ucx.library=system"
+            hint = "its libibverbs knows NVIDIA's NICs alone: set ucx.library to the path of the system's libucp.so.0"
         return f"UCX can open none of {ports}: {hint}"
 
     def check(self, lanes: str, options: Mapping[str, str], *, require_rdma: bool) -> bool:

@@ -87,11 +87,11 @@ def test_without_the_ucx_that_is_set_the_rest_is_still_examined(monkeypatch, var
     def missing(name):
         raise TransportError("it is not there", named=name)
 
-    monkeypatch.setenv(variable, "ucx-py")
+    monkeypatch.setenv(variable, "nixl")
     monkeypatch.setattr(doctor_module, "load_library", missing)
     findings = _findings()
     (fault,) = [finding for finding in findings if finding.subject == "ucx"]
-    assert (fault.verdict, "ucx-py" in fault.text) == ("FAIL", True)
+    assert (fault.verdict, "nixl" in fault.text) == ("FAIL", True)
     assert _verdicts(findings, "numpy") == ["ok"]
     assert not _verdicts(findings, "self-test")
 
@@ -157,11 +157,11 @@ TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAIL
     [
         (("cma", 0, None, ""), "note", "use TCP: this host has no RDMA device with an active port"),
         (("tcp", 1, None, ""), "warn", "use TCP: "),
-        (("rc_mlx5", 1, None, ""), "ok", "auto takes mlx5_0:1"),
-        (("srd", 1, None, ""), "ok", "auto takes mlx5_0:1"),
+        (("rc_mlx5", 1, None, ""), "ok", "RDMA by mlx5_0:1"),
+        (("srd", 1, None, ""), "ok", "RDMA by mlx5_0:1"),
         (("rc_mlx5", 1, 8 << 20, ""), "warn", "use TCP: this process may lock 8388608 bytes"),
         (("rc_mlx5", 3, None, ""), "ok", TAKES_ALL),
-        (("rc_mlx5", 3, None, "3"), "ok", "auto takes mlx5_0:1,mlx5_1:1,mlx5_2:1"),
+        (("rc_mlx5", 3, None, "3"), "ok", "RDMA by mlx5_0:1, mlx5_1:1, mlx5_2:1"),
     ],
 )
 def test_doctor_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
