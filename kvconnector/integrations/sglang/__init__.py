@@ -31,7 +31,7 @@ def register() -> None:
     """
     try:
         add_choice()
-        _hook()
+        install()
     except Exception as error:
         logger.error(
             "SGLang %s has no transfer backend kvconnector, which needs one of %s: %r",
@@ -60,7 +60,8 @@ def platform() -> None:
         logger.error("SGLang's command line does not accept kvconnector: %r", error)
 
 
-def _hook() -> None:
+def install() -> None:
+    """Let SGLang find our classes by the backend's name: all that depends on how SGLang selects a backend."""
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
