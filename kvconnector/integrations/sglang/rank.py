@@ -104,7 +104,7 @@ class RankTransfers:
             self.worker.start_step(StepMetadata(engine=geometry))
             if config.role == "producer" and rank == Rank(0, 0):
                 directory = directory_of(geometry, workers, stream=config.stream)
-                control = _open_directory(config, directory_port)
+                control = _open_directory(config, directory_port, dp_rank)
                 self.directory = control.address
                 started.callback(DirectoryService(control, directory).start().close)
             if config.role == "consumer":
@@ -216,10 +216,14 @@ class RankTransfers:
         self._started.close()
 
 
-def _open_directory(config: ConnectorConfig, preferred_port: int) -> ControlChannel:
-    """Open the directory service's channel, at any port if the preferred one is taken."""
-    if config.control.port or not preferred_port:
-        return open_control(config, config.control.port)
+def _open_directory(config: ConnectorConfig, preferred_port: int, dp_rank: int) -> ControlChannel:
+    """Open the directory service's channel, at any port if the preferred one is taken. A port from the settings is that
+    of the server's first data-parallel rank, and the next ones follow.
+    """
+    if port := config.control.port:
+        return open_control(config, port + dp_rank)
+    if not preferred_port:
+        return open_control(config, 0)
     try:
         return open_control(config, preferred_port)
     except ConfigError as error:

@@ -177,7 +177,9 @@ class Poster:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The engine that has a request: a data-parallel rank of `dp_size`, and its directory service's address."""
+    """The engine that has a request: a data-parallel rank of `dp_size`, and its directory service's address; "" if the
+    server has no such rank.
+    """
 
     dp_size: int
     dp_rank: int
@@ -373,7 +375,9 @@ class Finder:
                 ranks[unknown[int(key)]] = int(rank)
         found = {}
         for room, rank in ranks.items():
-            if rank is not None and 0 <= rank < size:
+            if rank is not None and not 0 <= rank < size:
+                found[room] = Found(size, rank, "")
+            elif rank is not None:
                 if rank not in server.directories:
                     self.num_questions += 1
                     place = ask("GET", _route(rank, 0))

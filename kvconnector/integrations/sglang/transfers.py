@@ -331,6 +331,14 @@ class LoadedPrompt(RoomTransfer):
         found = self.kv_mgr.finder.take(registry, self.room)
         if found is not None:
             self._find_until_s = 0.0
+            if not found.directory:
+                raise UnknownRequestError(
+                    "a request names a data-parallel rank that the prefill server does not have",
+                    room=self.room,
+                    registry=str(registry),
+                    dp_rank=found.dp_rank,
+                    dp_size=found.dp_size,
+                )
             engine = self.kv_mgr.prefill_engines.address_of(self._address, found)
             self.kv_mgr.follow(WantRequest(*self._names, engine, is_followed=True), self)
         elif time.monotonic() > self._find_until_s:

@@ -80,6 +80,7 @@ class Engine:
                 args=self.pools[index].args,
                 shape=self.pools[index].shape,
                 model="m",
+                dp_rank=dp[0],
                 gather=gathered.of(index),
             )
 

@@ -194,11 +194,12 @@ def ranks():
     """A function that makes a server of two data-parallel ranks, and a decode engine."""
     made = []
 
-    def make(method):
-        pair = Pair(Model(), prefill={"dp": (0, 2), "method": method})
+    def make(method, **environ):
+        pair = Pair(Model(), prefill={"dp": (0, 2), "method": method}, environ=environ)
         made.append(pair)
         made.append(Registry(pair.port))
-        second = Engine(Model(), is_prefill=True, port=pair.port, dp=(1, 2), method=method)
+        options = {"dp": (1, 2), "method": method, "environ": environ}
+        second = Engine(Model(), is_prefill=True, port=pair.port, **options)
         made.append(second)
         return pair, second
 
@@ -223,6 +224,14 @@ def test_each_data_parallel_rank_serves_its_rooms(ranks, method):
 
 
 @pytest.mark.ucx
+def test_a_port_from_the_settings_is_that_of_the_first_rank(ranks):
+    port = free_ports()
+    pair, second = ranks("round_robin", KVCONNECTOR_CONTROL_PORT=str(port))
+    directories = [engine.ranks[0].directory for engine in (pair.prefill, second)]
+    assert directories == [f"tcp://127.0.0.1:{each}" for each in (port, port + 1)]
+
+
+@pytest.mark.ucx
 def test_a_room_at_another_rank_than_it_says_fails_at_once_unless_the_router_names_it(ranks):
     pair, second = ranks("follow_bootstrap_room")
     pair.prefill = second
@@ -234,6 +243,16 @@ def test_a_room_at_another_rank_than_it_says_fails_at_once_unless_the_router_nam
     named = [type(sent)(rank, "", 22, True) for rank in second.ranks]
     assert named[0].poll() is Stage.WAITING
     named[0].abort()
+
+
+@pytest.mark.ucx
+def test_a_request_that_names_a_rank_which_is_not_there_fails_at_once(ranks):
+    pair, _ = ranks("round_robin")
+    (wanted,) = [type(each)(each.kv_mgr, f"127.0.0.1:{pair.port}", 40) for each in pair.want(39)]
+    wanted.dp_rank = 7
+    wanted.init(0)
+    assert pair.until_over(wanted) == [Stage.FAILED]
+    assert "dp_rank=7, dp_size=2" in str(error_of(wanted))
 
 
 @pytest.mark.ucx
