@@ -59,7 +59,8 @@ class Queue:
 
 def page_bytes(size, heads):
     """Say how large a page is."""
-    return size * heads  # elements
+    # in elements
+    return size * heads
 '''
 OURS = """
 from engine.core import Poll, page_bytes
@@ -135,7 +136,7 @@ def test_each_difference_is_named(engine, table, old, new, text):
 def test_comments_docstrings_and_spacing_do_not_change_a_layout(engine):
     known = digest(engine(), "core.py:page_bytes")
     for old, new in (
-        ("  # elements", ""),
+        ("    # in elements\n", ""),
         ("Say how", "Tell how"),
         ("size * heads", "size  *  heads"),
     ):
