@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.blocks import retention_of
-from kvconnector.integrations.vllm.caches import layer_number, register_groups
+from kvconnector.integrations.vllm.caches import _uniform_parts, layer_number, register_groups
 from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, state_parts
 from tests.vllm.cache_world import (
     BLOCKS,
@@ -227,6 +227,24 @@ def test_layers_of_different_shape_share_a_block_table():
         tuple((part.name, part.head_dim) for part in group.cache.geometry.parts) for group in groups
     }
     assert shapes == {(("latent", 576),), (("index", 128), ("index-scales", 4))}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_layers_of_unlike_heads_are_in_one_order_at_any_parallelism(tp_size):
+    """Two engines exchange their groups by place, and a rank of one may hold 8 and 16 heads, of the other 4 and 8."""
+    heads = {"model.layers.0.attn": 16, "model.layers.1.attn": 8}
+    specs = {name: attention(num_kv_heads=total // tp_size) for name, total in heads.items()}
+    shared = kv.UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs=specs)
+    group = kv.KVCacheGroupSpec(layer_names=list(specs), kv_cache_spec=shared)
+    assert [names for _, names in _uniform_parts(group)] == [[name] for name in reversed(heads)]
+
+
+def test_the_scale_of_compressed_latents_is_stated():
+    fp8 = {"dtype": torch.float8_e4m3fn, "kv_quant_mode": kv.KVQuantMode.FP8_PER_TENSOR}
+    latent = attention(kv.MLAAttentionSpec, **fp8, num_kv_heads=1, head_size_v=0)
+    scale = {"_flashinfer_fp8_kv_scale": torch.tensor([0.5])}
+    group, _ = registered(latent, backend="FLASHINFER_MLA_SPARSE_DSV4", layer=scale)
+    assert group.cache.geometry.scales == (((0.5,),),) * 3
 
 
 def test_a_layer_that_shares_anothers_cache_is_moved_once():

@@ -99,6 +99,28 @@ def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored,
         assert torch.equal(values * scale, found["keys"][token].float())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(stored, device):
+    """DeepSeek-V4's: 448 values in fp8 with a scale for each 64 of them, and 64 in bfloat16."""
+    on_gpu = device == "cuda"
+    found = kernel_pages.run("window", device) if on_gpu else stored("window")
+    spec = latent(512, state_content_bytes=584, alignment=576)
+    source, theirs = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
+    target, ours = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
+    for page, stored_page in zip(theirs[NAMES[0]], found["pages"], strict=False):
+        page.reshape(-1)[:] = stored_page[: ROWS * 584]
+    count = kernel_pages.ROWS - 4
+    move(source, target, count, [4, 1], ROWS)
+    for token in range(count):
+        page = ours[NAMES[0]][[4, 1][token // ROWS]].reshape(-1)
+        row = torch.tensor(naive_row(page, token % ROWS, (576, 8)), dtype=torch.uint8)
+        values = row[:448].view(torch.float8_e4m3fn).float().view(7, 64)
+        scales = 2.0 ** (row[576:583].float() - 127)
+        rest = row[448:576].view(torch.bfloat16).float()
+        read_back = torch.cat([(values * scales[:, None]).reshape(-1), rest])
+        assert torch.equal(read_back, found["keys"][token].float())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["indexer", "fp8_ds_mla", "auto", "fp8"])
 def test_rows_that_cuda_kernels_stored_are_read_back(kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
     spec = group.kv_cache_spec
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return [(spec, sorted(group.layer_names, key=layer_number))]
-    by_shape: dict[tuple[str, ...], tuple[Any, list[str]]] = {}
+    by_shape: dict[tuple[tuple[float, str], ...], tuple[Any, list[str]]] = {}
     for name in sorted(group.layer_names, key=layer_number):
         layer_spec = spec.kv_cache_specs[name]
         key = _identity(layer_spec, name)
@@ -159,10 +160,17 @@ _IDENTITY = (
 the same: padding, roles, whether a layer is a draft model's."""
 
 
-def _identity(spec: Any, name: str) -> tuple[str, ...]:
-    """Return what makes two layers of a group alike, the same in every release and on every rank."""
+def _identity(spec: Any, name: str) -> tuple[tuple[float, str], ...]:
+    """Return what makes two layers of a group alike, in an order that is the same in every release and on every rank.
+
+    Numbers are compared as numbers: ranks of 8 and 16 heads are in the order of 4 and 8.
+    """
     kind = re.sub(r"\d+", "*", name)
-    return kind, type(spec).__name__, *(str(getattr(spec, field, None)) for field in _IDENTITY)
+    values = kind, type(spec).__name__, *(getattr(spec, field, None) for field in _IDENTITY)
+    return tuple(
+        (float(value), "") if isinstance(value, int | Fraction) else (0.0, str(value))
+        for value in values
+    )
 
 
 def _own_caches(names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
@@ -215,6 +223,9 @@ def _scales(layer: Any, spec: Any) -> tuple[tuple[float, ...], ...]:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
     # in opaque bytes, those of each token and head are stored beside the numbers; not every layer has scales
+    of_latents = getattr(layer, "_flashinfer_fp8_kv_scale", None)  # DeepSeek-V4's, of one part
+    if of_latents is not None and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        return (tuple(of_latents.flatten().tolist()),)
     if (
         not hasattr(layer, "_k_scale")
         or not isinstance(spec, AttentionSpec)
