@@ -22,7 +22,7 @@
 #include <time.h>
 
 /* Changes with every change of a struct, a constant or a function that Python uses. */
-#define KVC_VERSION 1
+#define KVC_VERSION 2
 
 #define KVC_API __attribute__((visibility("default")))
 

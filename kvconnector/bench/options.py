@@ -12,7 +12,7 @@ import msgspec
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers
-from kvconnector.config import ConnectorConfig, ControlConfig, variables_of
+from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError
 
 SEED = 1
@@ -125,9 +125,7 @@ def control_settings() -> ControlConfig:
     together.
     """
     named = {
-        name: value
-        for name, value in variables_of(os.environ).items()
-        if name.startswith("KVCONNECTOR_CONTROL_")
+        name: value for name, value in os.environ.items() if name.startswith("KVCONNECTOR_CONTROL_")
     }
     base = {"engine_id": "bench", "control": {} if named else {"insecure": True}}
     return ConnectorConfig.from_env(named, base).control

@@ -367,14 +367,19 @@ def _group_geometry(
             memory_order="".join(axis for axis in f"2B{shape.layout}" if axis not in flat),
         )
 
-    return GroupGeometry(
+    geometry = GroupGeometry(
         block_size=block_size,
         layers=tuple(layer for layer in group.layers if layer in stage),
         parts=tuple(part(*sizes) for sizes in group.parts),
         dcp_size=dcp_size,
         dcp_rank=rank.tp_rank % dcp_size,
         interleave_tokens=shape.interleave // group.row_tokens if dcp_size > 1 else 1,
-        row_tokens=group.row_tokens,
+    )
+    # a soak's other release may not know more
+    return (
+        geometry
+        if group.row_tokens == 1
+        else msgspec.structs.replace(geometry, row_tokens=group.row_tokens)
     )
 
 

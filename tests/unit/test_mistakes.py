@@ -9,7 +9,6 @@ from kvconnector.errors import (
     BlockIdError,
     ConfigError,
     GeometryError,
-    IncompatiblePeerError,
     LocalError,
     RemoteProtocolError,
     UnknownRequestError,
@@ -93,7 +92,7 @@ WRONG_PARAMS = [
     ({"remote_engine_id": "x" * 600}, RemoteProtocolError),
     ({"remote_block_ids": [[-1]]}, RemoteProtocolError),
     ({"remote_block_ids": "text"}, RemoteProtocolError),
-    ({"remote_block_ids": [[1], [2]]}, IncompatiblePeerError),
+    ({"remote_block_ids": []}, RemoteProtocolError),
     ({"remote_host": None}, RemoteProtocolError),
     ({"remote_first_blocks": [0, 0]}, RemoteProtocolError),
 ]
