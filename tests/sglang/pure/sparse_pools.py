@@ -159,14 +159,15 @@ class SparsePools:
             *_rows(self.c128, pages, of128, size // 128, LATENT),
         ]
 
-    def moved(self, num_tokens, prefix, pages, slot):
+    def moved(self, num_tokens, prefix, pages, slot, *, with_draft=True):
         """Return views of the bytes of a prompt's rows, in the same order for both engines."""
         size, found = self.page_size, self.streamed(num_tokens, pages, slot, prefix)
         if self.model.ratios is None:
             return found
         tokens = range(max(0, num_tokens - WINDOW), num_tokens)
         found += _rows(self.window, pages, tokens, size, LATENT)
-        found += _rows(self.draft_window, pages, tokens, size, LATENT)
+        if with_draft:
+            found += _rows(self.draft_window, pages, tokens, size, LATENT)
         pending = range(max(0, num_tokens // 4 * 4 - 4), num_tokens)
         for tensor in (*self.c4_state.values(), *self.index_state.values()):
             found += [tensor[pages[t // size] * self.ring + t % self.ring] for t in pending]

@@ -48,16 +48,14 @@ def _load(pair, wanted, num_tokens, prefix=0):
     wanted[0].send_metadata(taken, 2, states, prefix)
 
 
-def _check(pair, before, num_tokens, prefix=0):
+def _check(pair, before, num_tokens, prefix=0, **options):
     """Check all bytes of the decode engine: those of the prompt's rows are the prefill engine's, others as `before`."""
     prefill, decode = pair.prefill.pools[0], pair.decode.pools[0]
     after = [tensor.clone() for tensor in decode.tensors]
     for tensor, old in zip(decode.tensors, before, strict=True):
         tensor.copy_(old)
-    moved = [
-        pools.moved(num_tokens, prefix, *ids)
-        for pools, ids in ((decode, DECODE), (prefill, PREFILL))
-    ]
+    both = (decode, DECODE), (prefill, PREFILL)
+    moved = [pools.moved(num_tokens, prefix, *ids, **options) for pools, ids in both]
     for ours, theirs in zip(*moved, strict=True):
         ours.copy_(theirs)
     for tensor, arrived in zip(decode.tensors, after, strict=True):
@@ -146,6 +144,25 @@ def test_windows_of_a_draft_model_and_rings_of_other_lengths(num_tokens):
         _load(pair, wanted, num_tokens)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         _check(pair, before, num_tokens)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("num_tokens", [1, 258, 1001])
+def test_a_draft_model_of_the_decode_engine_alone_keeps_its_windows(num_tokens):
+    """It computes them itself from then on; its rings are longer than the prefill engine's."""
+
+    def without_draft(model, **options):
+        return SparsePools(replace(model, draft=0), ring=8, **options)
+
+    prefill = {"pools": without_draft, "page_size": 256}
+    decode = {"pools": partial(SparsePools, ring=16), "page_size": 256}
+    with closing(Pair(V4_DRAFT, prefill=prefill, decode=decode)) as pair:
+        before = [tensor.clone() for tensor in pair.decode.pools[0].tensors]
+        sent, wanted = pair.send(94), pair.want(94)
+        _send(pair, sent, 0, num_tokens, num_tokens)
+        _load(pair, wanted, num_tokens)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        _check(pair, before, num_tokens, with_draft=False)
 
 
 def _registered(model=V4, **changes):
