@@ -69,19 +69,20 @@ class PeerAgent(ExitStack):
 
     def _regions(self) -> list[tuple[int, int]]:
         return [
-            (address, pools.num_blocks * pools.block_bytes)
+            (address, pools.num_blocks * pools.block_bytes(index))
             for pools in self._pools
-            for address in pools.addresses()
+            for (_, index), address in zip(pools.storage, pools.addresses(), strict=True)
         ]
 
     def _blocks(self, addresses: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Return `(address, bytes)` of every block, part by part, in pools of our shape at `addresses`."""
         tables, left = [], iter(addresses)
         for pools in self._pools:
-            offsets = np.arange(pools.num_blocks, dtype=np.uint64) * np.uint64(pools.block_bytes)
-            for _ in pools.storage:
-                starts = offsets + np.uint64(next(left))
-                tables.append(np.stack([starts, np.full_like(starts, pools.block_bytes)], axis=1))
+            blocks = np.arange(pools.num_blocks, dtype=np.uint64)
+            for _, index in pools.storage:
+                nbytes = pools.block_bytes(index)
+                starts = blocks * np.uint64(nbytes) + np.uint64(next(left))
+                tables.append(np.stack([starts, np.full_like(starts, nbytes)], axis=1))
         return np.concatenate(tables)
 
     def _indices(self, blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:

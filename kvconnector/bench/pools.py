@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +34,8 @@ def random_values(part: PartGeometry, seed: Sequence[int], rows: int) -> npt.NDA
 
 
 class RankPools:
-    """The caches of one group of one rank on `device`, poisoned; `storage` has each part's bytes, in an array or a GPU
-    tensor. The parts of a group are alike.
+    """The caches of one group of one rank on `device`, poisoned; `storage` has the bytes of each layer's parts, in an
+    array or a GPU tensor.
     """
 
     def __init__(
@@ -44,9 +45,8 @@ class RankPools:
         self.device = device
         self.geometry = geometry
         self._layout = layout
-        self._part = geometry.parts[0]
         self.storage = {
-            (layer, index): _allocate(num_blocks * self.block_bytes, device)
+            (layer, index): _allocate(num_blocks * self.block_bytes(index), device)
             for layer in geometry.layers
             for index in range(len(geometry.parts))
         }
@@ -55,15 +55,14 @@ class RankPools:
         """Return the group that a worker registers."""
         parts = range(len(self.geometry.parts))
         views = {
-            layer: tuple(self._view(self.storage[layer, part]) for part in parts)
+            layer: tuple(self._view(self.storage[layer, part], part) for part in parts)
             for layer in self.geometry.layers
         }
         return CacheGroup(self.geometry, views, self.device)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one part."""
-        return self.geometry.block_size * self._part.token_bytes
+    def block_bytes(self, part: int) -> int:
+        """Return the bytes of one block of a part, by its index."""
+        return self.geometry.block_size * self.geometry.parts[part].token_bytes
 
     def addresses(self) -> list[int]:
         """Return the address of every part, layer by layer."""
@@ -82,18 +81,24 @@ class RankPools:
             rows[: len(values)], rows[len(values) :] = values, 0
             elements[ids] = rows.reshape(blocks.shape)
 
-    def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
-        """Return where these blocks differ from the sequence, or the others from poison; empty if nowhere."""
-        item = self._part.item_size_bytes
-        poison = int.from_bytes(bytes([POISON] * item), "little", signed=True)
+    def mismatch(
+        self, seed: int, block_ids: Sequence[int], num_tokens: int, *, first_token: int = 0
+    ) -> str:
+        """Return where these blocks differ from the sequence, from its `first_token` on, or the others from poison;
+        empty if nowhere. A window may begin inside a block.
+        """
+        unit = self.geometry.virtual_block_tokens
+        skipped = max(0, first_token - (-(-num_tokens // unit) - len(block_ids)) * unit)
         unused = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
         for where, elements, values in self._contents(seed, len(block_ids), num_tokens):
             ids, others = (_placed(values, np.asarray(each)) for each in (block_ids, unused))
             found, held = elements[ids].reshape(-1, *values.shape[1:]), len(values)
-            differs = found[:held] != values
+            poison = int.from_bytes(bytes([POISON] * values.itemsize), "little", signed=True)
+            differs = found[skipped:held] != values[skipped:]
             if differs.any():
                 wrong = differs.any(2).any(1).tolist()
-                return f"{where}: {sum(wrong)} of {held} tokens differ, first that in slot {wrong.index(True)}"
+                slot = skipped + wrong.index(True)
+                return f"{where}: {sum(wrong)} of {held} tokens differ, first that in slot {slot}"
             if (found[held:] != poison).any():
                 return f"{where}: the room after the last token was written"
             if (elements[others] != poison).any():
@@ -107,16 +112,20 @@ class RankPools:
         memory the contents of the last `num_blocks` blocks of a sequence, `[tokens, heads, head_dim]`: the rank's heads
         of its own tokens. Each part has the elements of the sequence, changed by a key for each head and dimension.
         """
-        group, part = self.geometry, self._part
-        heads, tokens, dim = part.num_heads, group.block_size, part.head_dim
+        group, tokens = self.geometry, self.geometry.block_size
         unit = group.virtual_block_tokens
         first = max(0, -(-num_tokens // unit) - num_blocks) * unit
         turn = np.arange(first, num_tokens) // group.interleave_tokens % group.dcp_size
-        own = slice(part.head_start, part.head_stop)
-        sequence = random_values(part, [seed], num_tokens)[first:][turn == group.dcp_rank, own]
-        values = _placed(next(iter(self.storage.values())), sequence)
+        sequences: dict[PartGeometry, Any] = {}
         for (layer, index), storage in self.storage.items():
-            keys = _placed(storage, random_values(self._part, [seed, layer, index], 1)[:, own])
+            part = group.parts[index]
+            heads, dim, own = part.num_heads, part.head_dim, slice(part.head_start, part.head_stop)
+            alike = msgspec.structs.replace(part, name="")
+            if alike not in sequences:
+                rows = random_values(part, [seed], num_tokens)[first:][turn == group.dcp_rank, own]
+                sequences[alike] = _placed(storage, rows)
+            values = sequences[alike]
+            keys = _placed(storage, random_values(part, [seed, layer, index], 1)[:, own])
             elements = storage.view(values.dtype)
             if self._layout == "NHD":
                 elements = elements.reshape(-1, tokens, heads, dim)
@@ -124,14 +133,15 @@ class RankPools:
                 elements = elements.reshape(-1, heads, tokens, dim).swapaxes(1, 2)
             yield f"layer {layer}, part {group.parts[index].name}", elements, values ^ keys
 
-    def _view(self, storage: Any) -> KVView:
-        heads, tokens, dim = self._part.num_heads, self.geometry.block_size, self._part.head_dim
-        item = self._part.item_size_bytes
+    def _view(self, storage: Any, index: int) -> KVView:
+        part = self.geometry.parts[index]
+        heads, tokens, dim = part.num_heads, self.geometry.block_size, part.head_dim
+        item = part.item_size_bytes
         row = dim * item
         head, token = (row, heads * row) if self._layout == "NHD" else (tokens * row, row)
         shape, strides = (
             (self.num_blocks, heads, tokens, dim),
-            (self.block_bytes, head, token, item),
+            (self.block_bytes(index), head, token, item),
         )
         return KVView(_address(storage), shape, strides, item)
 

@@ -87,9 +87,12 @@ class RankProcess:
     def mismatch(self, blocks: list[list[int]], num_tokens: int) -> str:
         """Compare these blocks with the sequence, and all others with poison. Returns the difference, if any."""
         self.ready()
+        groups = zip(self._pools, self._model.layer_groups, blocks, strict=True)
         found = (
-            pools.mismatch(SEED, block_ids, num_tokens)
-            for pools, block_ids in zip(self._pools, blocks, strict=True)
+            pools.mismatch(
+                SEED, block_ids, num_tokens, first_token=group.missing(range(num_tokens)).start
+            )
+            for pools, group, block_ids in groups
         )
         return next(filter(None, found), "")
 

@@ -70,14 +70,18 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
         text = "do_remote_prefill is not true: a decode engine computes the prompt itself"
         yield Finding("params", "FAIL", text)
         return
-    if "transfer_secret" not in params and "remote_engine_id" in params:
+    try:
+        offer = TransferParams.from_mapping(params)
+    except RemoteProtocolError as error:
+        # ours have the secret, alone or within the request's name
+        if "transfer_secret" not in str(error) or "remote_engine_id" not in params:
+            raise
         text = (
             "another connector's parameters, such as NixlConnector's: they have no transfer_secret, so"
             " the prefill engine does not run kvconnector"
         )
         yield Finding("params", "FAIL", text)
         return
-    offer = TransferParams.from_mapping(params)
     text = (
         "streamed while it is computed"
         if offer.is_followed
