@@ -22,7 +22,7 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvconnector.runtime.params import TransferParams, wants_remote_prefill
+from kvconnector.runtime.params import TransferParams, has_secret, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 
@@ -70,18 +70,14 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
         text = "do_remote_prefill is not true: a decode engine computes the prompt itself"
         yield Finding("params", "FAIL", text)
         return
-    try:
-        offer = TransferParams.from_mapping(params)
-    except RemoteProtocolError as error:
-        # ours have the secret, alone or within the request's name
-        if "transfer_secret" not in str(error) or "remote_engine_id" not in params:
-            raise
+    if not has_secret(params) and "remote_engine_id" in params:
         text = (
             "another connector's parameters, such as NixlConnector's: they have no transfer_secret, so"
             " the prefill engine does not run kvconnector"
         )
         yield Finding("params", "FAIL", text)
         return
+    offer = TransferParams.from_mapping(params)
     text = (
         "streamed while it is computed"
         if offer.is_followed

@@ -185,6 +185,11 @@ def _unfolded(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def has_secret(params: Mapping[str, Any]) -> bool:
+    """Returns True if parameters have a transfer's secret, alone or within the request's name, as those of ours do."""
+    return "transfer_secret" in _unfolded(params)
+
+
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
     """Returns True if a request's blocks are on a producer."""
     return params is not None and params.get("do_remote_prefill") is True
