@@ -8,6 +8,7 @@ import functools
 
 import pytest
 
+from minillm.cache_groups import CACHED_KINDS
 from minillm.config import ModelConfig
 from tests.integration.minillm_engines import (
     answered,
@@ -26,7 +27,12 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def bytes_of(model, **tokens):
-    """Return the bytes of `tokens` tokens of each kind of layer, without replicated heads; a state is one token."""
+    """Return the bytes of `tokens` tokens of each kind of layer, without replicated heads; a state is one token. Of
+    layers that compress they are rows, by the kind of cache.
+    """
+    if model.architecture == "compressed":
+        kinds = [kind for layer in model.layer_kinds for kind in CACHED_KINDS[layer]]
+        return sum(tokens[kind] * model.compressed_width(kind) * ITEM_BYTES for kind in kinds)
     head_bytes = model.head_dim * ITEM_BYTES
     kv_bytes = 2 * model.num_kv_heads * head_bytes
     # the convolution's last inputs, and the state
@@ -34,6 +40,18 @@ def bytes_of(model, **tokens):
     state_bytes = model.num_heads * width * head_bytes
     token_bytes = {"full": kv_bytes, "window": kv_bytes, "chunk": kv_bytes, "state": state_bytes}
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
+
+
+def rows(fine, coarse, window, fine_inputs, coarse_inputs):
+    """Return what a load brings of each kind of cache of a model that compresses."""
+    return {
+        "fine_rows": fine,
+        "fine_index": fine,
+        "coarse_rows": coarse,
+        "latents": window,
+        "fine_compressor": fine_inputs,
+        "coarse_compressor": coarse_inputs,
+    }
 
 
 # Per request: leading prompt tokens in common with the previous request and its answer, new tokens after them, and
@@ -69,11 +87,20 @@ TURNS = {
         ((100, 51, 6), 64, 0, {"full": 150 - 96, "state": 1}),
         ((5, 30, 6), 0, 0, {"full": 34, "state": 1}),
     ],
+    # P's blocks have 4 rows, D's 6: of 16 and 64, or of 24 and 96 tokens
+    "compressed": [
+        ((0, 150, 50), 0, 0, rows(37, 9, 63, 7, 149 - 144)),
+        # the window is there up to token 198, in whole blocks
+        ((200, 20, 6), 128, 192, rows(54 - 48, 13 - 12, 219 - 198, 7, 219 - 208)),
+        # D never had the window before token 96, but it has the rows of these tokens
+        ((100, 51, 6), 64, 0, rows(37 - 24, 9 - 6, 63, 7, 150 - 144)),
+        ((5, 30, 6), 0, 0, rows(8, 2, 34, 7, 34 - 32)),
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    "architecture", ["chunked-local", *map(SLOW, ("llama", "hybrid", "mamba"))]
+    "architecture", ["chunked-local", "compressed", *map(SLOW, ("llama", "hybrid", "mamba"))]
 )
 def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run_cluster):
     """The missing tokens start anywhere in P's blocks and differ between layers. A stage has a single kind of layer."""
@@ -83,7 +110,9 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
 
     async def main(cluster):
         prefill, decode = await start_pair(
-            cluster, [*common, "--engine", "block=16"], [*common, "--engine", decode_shape]
+            cluster,
+            [*common, "--engine", "block=4" if architecture == "compressed" else "block=16"],
+            [*common, "--engine", decode_shape],
         )
         known = ()
         total_bytes = 0
