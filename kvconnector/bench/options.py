@@ -45,19 +45,10 @@ class Compute(NamedTuple):
         return msgspec.convert((*numbers[:2], numbers[2:])[: len(numbers)], cls)
 
 
-class SoakOptions(NamedTuple):
-    """A soak's length, the file from which it goes on after an interruption, and another release's wheel or folder."""
-
-    minutes: float = 1.0
-    state: str = ""
-    other_release: str = ""
-
-
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line's options; a benchmark uses some of them.
+    """The command line's options; a benchmark uses some of them, and may have more in a class of its own.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
-    `pages` are tokens of a page, `bursts` requests at once.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
@@ -72,11 +63,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: str = ""
     peer: str = ""
     iterations: int = 10
-    soak: SoakOptions = SoakOptions()
     compute: Compute = Compute()
     connect: str = ""
-    pages: tuple[int, ...] = (16, 64)
-    bursts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):

@@ -48,15 +48,10 @@ class _Commands(click.Group):
             formatter.write_dl([*COMMANDS.items()])
 
 
-@click.group(
-    cls=_Commands,
-    epilog=STATUSES,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "show_default": True,
-    },
-)
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(cls=_Commands, epilog=STATUSES, context_settings=CONTEXT)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
     """KV-cache transfer between prefill and decode engines that are split differently."""
@@ -71,15 +66,19 @@ def completion(shell: str) -> None:
         click.echo(found(app, {}, "kvconnector", "_KVCONNECTOR_COMPLETE").source())
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(
+    arguments: Sequence[str] | None = None,
+    program: click.Command = app,
+    name: str = "kvconnector",
+) -> int:
     """Run a command. Returns the exit status, see `STATUSES`."""
     try:
-        status = app.main(arguments, "kvconnector", standalone_mode=False)
+        status = program.main(arguments, name, standalone_mode=False)
     except KVConnectorError as error:
         is_wrong = type(error).__name__ == "ResultMismatchError"
         prefix = "wrong result, so no figures: " if is_wrong else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        click.echo(f"kvconnector: {prefix}{text}", err=True)
+        click.echo(f"{name}: {prefix}{text}", err=True)
         return EXIT_FAULT if is_wrong else EXIT_ERROR
     except click.ClickException as error:
         error.show()
@@ -89,10 +88,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         return 0  # as in `kvconnector plan | head -1`
     except OSError as error:  # mostly a full disk
-        click.echo(f"kvconnector: {type(error).__name__}: {error}", err=True)
+        click.echo(f"{name}: {type(error).__name__}: {error}", err=True)
         return EXIT_ERROR
     except click.Abort:
-        click.echo("kvconnector: interrupted", err=True)
+        click.echo(f"{name}: interrupted", err=True)
         return EXIT_INTERRUPTED
     return status if isinstance(status, int) else 0
 

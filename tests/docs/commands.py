@@ -12,6 +12,7 @@ from kvconnector.config import SECTIONS, ConnectorConfig
 from kvconnector.integrations.vllm.settings import ROLES, Settings
 from minillm.demo import parse_arguments
 from minillm.server import parse_config
+from scripts.benchmarks.__main__ import app as benchmarks
 from tests.docs.blocks import ROOT
 
 ALWAYS_THERE = [
@@ -48,9 +49,9 @@ def check(command):
         CHECKS[name](arguments)
 
 
-def check_cli(arguments, *, is_whole=True):
+def check_cli(arguments, *, is_whole=True, program=app):
     """Check a `kvconnector` command with its own parser."""
-    command, rest = app, [a for a in arguments if a != "--help"]
+    command, rest = program, [a for a in arguments if a != "--help"]
     is_whole &= len(rest) == len(arguments)  # `--help` needs no other arguments
     context = command.make_context("kvconnector", list(rest), resilient_parsing=True)
     while rest and isinstance(command, click.Group) and not rest[0].startswith("-"):
@@ -117,6 +118,8 @@ def _check_script(name, arguments):
         parse_arguments(list(arguments))
     elif name == "scripts/hosts":
         _check_options("tests/hosts/network.py", arguments)
+    elif name == "scripts/bench":
+        check_cli(arguments, program=benchmarks)
     elif name == "scripts/mutants":
         _check_options("scripts/mutants.py", arguments)
     elif name == "scripts/test":

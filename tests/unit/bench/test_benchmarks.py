@@ -6,28 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.bench import ResultMismatchError, gil, sessions
+from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.limits import open_stream, serve_stream
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
-from kvconnector.cli.bench import BENCHMARKS
+from kvconnector.cli import bench
 from kvconnector.errors import ConfigError, PeerLostError
+from scripts.benchmarks import __main__ as program
+from scripts.benchmarks import gil, sessions
 
 DOCS = Path(__file__).parents[3] / "BENCHMARKS.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
 MLA = ModelShape(name="tiny-mla", num_layers=2, num_kv_heads=1, head_dim=24, is_mla=True)
 TP2 = EngineShape(tp=2)
+BENCHMARKS = bench.BENCHMARKS | program.BENCHMARKS
 
 
-def _options(**fields):
-    return BenchOptions(**{"model": MODEL, "tokens": (70,), "iterations": 2, **fields})
+def _options(make=BenchOptions, **fields):
+    return make(**{"model": MODEL, "tokens": (70,), "iterations": 2, **fields})
 
 
 def _run(name, **fields):
     lines = []
-    cases = list(BENCHMARKS[name].run(_options(**fields), lambda *step: lines.append(step)))
+    cases = list(
+        BENCHMARKS[name].run(
+            _options(BENCHMARKS[name].make, **fields), lambda *step: lines.append(step)
+        )
+    )
     assert lines
     for case in cases:
         assert all(sample > 0 for each in case.measurements for sample in each.samples_s)

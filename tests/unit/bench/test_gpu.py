@@ -4,8 +4,9 @@ import pytest
 
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.cli.bench import BENCHMARKS
+from kvconnector.cli import bench
 from kvconnector.cli.doctor import _self_test
+from scripts.benchmarks import __main__ as program
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +17,7 @@ def _run(name, **fields):
     options = BenchOptions(
         **{"model": MODEL, "device": "cuda", "tokens": (200,), "iterations": 2, **fields}
     )
-    return list(BENCHMARKS[name].run(options, lambda *_: None))
+    return list((bench.BENCHMARKS | program.BENCHMARKS)[name].run(options, lambda *_: None))
 
 
 @pytest.mark.ucx

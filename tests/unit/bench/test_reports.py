@@ -9,8 +9,9 @@ from kvconnector.bench.environment import Environment, commit
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
-from kvconnector.cli.bench import draw_handover, write_page
+from kvconnector.cli.bench import draw_handover
 from kvconnector.errors import ConfigError
+from scripts.benchmarks.__main__ import write_page
 
 
 def _report(*cases):

@@ -13,16 +13,19 @@ from rich.console import Console
 
 import kvconnector
 import kvconnector_kernels
-from kvconnector.bench import ResultMismatchError, processes, soak, soak_state
+from kvconnector.bench import ResultMismatchError, processes
 from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.engine_process import EngineProcess
 from kvconnector.bench.engines import EnginePair
-from kvconnector.bench.options import BenchOptions, SoakOptions
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.releases import open_release
 from kvconnector.bench.shapes import ModelShape
-from kvconnector.bench.soak import FAULTS
-from kvconnector.bench.soak_state import (
+from kvconnector.errors import ConfigError
+from scripts.benchmarks import soak, soak_state
+from scripts.benchmarks.__main__ import main
+from scripts.benchmarks.releases import open_release
+from scripts.benchmarks.soak import FAULTS, SoakOptions
+from scripts.benchmarks.soak_state import (
     RELEASES,
     Samples,
     SoakState,
@@ -31,8 +34,6 @@ from kvconnector.bench.soak_state import (
     pair_of,
     save_state,
 )
-from kvconnector.cli import main
-from kvconnector.errors import ConfigError
 from tests.support.forked import run_python
 from tests.support.releases import last_release
 
@@ -185,9 +186,9 @@ def test_an_incompatible_release_is_refused_before_anything_runs(what, words, tm
         shutil.rmtree(path / "kvconnector_kernels")
     if what == "other names":
         (path / "kvconnector" / "topology" / "__init__.py").write_text("")
-    assert main(["bench", "soak", "--minutes", "1", "--other-release", str(path)]) == 2
+    assert main(["soak", "--minutes", "1", "--other-release", str(path)]) == 2
     *_, line = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("kvconnector: ")
+    assert line.startswith("scripts/bench: ")
     assert words in line
 
 
@@ -231,7 +232,7 @@ def soaked(is_over, monkeypatch, **options):
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(soak.Soak, "_step", interrupted)
-        asked = BenchOptions(model=MODEL, tokens=(9, 70), soak=SoakOptions(60.0, **options))
+        asked = SoakOptions(model=MODEL, tokens=(9, 70), minutes=60.0, **options)
         with pytest.raises(KeyboardInterrupt):
             found.extend(soak.run(asked, lambda *step: None))
     return found
@@ -278,7 +279,7 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
 
         monkeypatch.setattr(EnginePair, "prepare", written_late)
     text = "leaked" if what == "leak" else "another request"
-    options = BenchOptions(model=MODEL, tokens=(9, 70), soak=SoakOptions(0.05))
+    options = SoakOptions(model=MODEL, tokens=(9, 70), minutes=0.05)
     with pytest.raises(ResultMismatchError, match=text):
         list(soak.run(options, lambda *step: None))
 

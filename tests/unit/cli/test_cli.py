@@ -9,27 +9,31 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import kvconnector as kvconnector_package
 from kvconnector import __version__, _version
-from kvconnector.bench import relayout
 from kvconnector.cli import main
-from kvconnector.cli.bench import BENCHMARKS, Benchmark
+from kvconnector.cli.bench import BENCHMARKS, Benchmark, bench
 from kvconnector.control.security import CurveKeys
+from scripts.benchmarks import __main__ as program
+from scripts.benchmarks import relayout
 from tests.docs import commands
 
 ISSUE = (
     "plan --prefill tp=2,pp=1,block=16 --decode tp=1,pp=2,block=64 --layers 32 --kv-heads 8"
     " --head-dim 128 --dtype bfloat16 --tokens 2000 --start 0 --chunk 2MiB"
 )
-BENCH = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --output"
+BENCH = "scripts/bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --output"
 
 
 @pytest.fixture
 def kvconnector(capsys, monkeypatch):
-    """Runs the command line in this process. Returns (exit status, stdout, stderr)."""
+    """Runs the command line, or scripts/bench, in this process. Returns (exit status, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(line, *more):
-        status = main([*line.split(), *map(str, more)])
+        words = [*line.split(), *map(str, more)]
+        is_ours = words[0] == "scripts/bench"
+        status = program.main(words[1:]) if is_ours else main(words)
         out, err = capsys.readouterr()
         assert "Traceback" not in err
         return status, out, err
@@ -105,7 +109,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("doctor --peer 127.0.0.1", "HOST:PORT"),
         ("doctor --params x.json --model qwen3-8b", "belong to --peer"),
         ("bench transfer --connect 127.0.0.1", "HOST:PORT"),
-        ("bench inferencex --bursts 0", "positive numbers"),
+        ("scripts/bench inferencex --bursts 0", "positive numbers"),
         ("plan --model nothing", "'nothing'"),
         ("plan --chunk 10B", "chunk_bytes=10"),
         ("plan --tokens 0", "tokens=0"),
@@ -113,8 +117,8 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         (f"plan --kv-heads {10**20}", f"num_kv_heads={10**20}"),
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench transfer --peer moon", "'moon'"),
-        ("bench relayout --device tpu", "'tpu'"),
-        ("bench relayout --tokens 99999999999999", "most=10000000"),
+        ("scripts/bench relayout --device tpu", "'tpu'"),
+        ("scripts/bench relayout --tokens 99999999999999", "most=10000000"),
         ("simulate --engines 99999999999999", "two engines to"),
         ("bench transfer --device cuda:0,x:1", "'0,x'"),
     ],
@@ -123,14 +127,20 @@ def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, lin
     status, out, err = kvconnector(line)
     assert status == 2
     assert out == ""
-    lines = [each for each in err.splitlines() if each.startswith("kvconnector: ")]
+    names = ("kvconnector: ", "scripts/bench: ")
+    lines = [each for each in err.splitlines() if each.startswith(names)]
     assert len(lines) == 1
     assert named in lines[0]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["plan --nonsense", "bench speed", "bench relayout --peer nixl", "simulate --seconds inf"],
+    [
+        "plan --nonsense",
+        "bench speed",
+        "scripts/bench relayout --peer nixl",
+        "simulate --seconds inf",
+    ],
 )
 def test_wrong_usage_is_status_2(kvconnector, line):
     status, _, err = kvconnector(line)
@@ -228,14 +238,25 @@ def test_version(kvconnector):
 
 def test_each_benchmark_has_options_of_its_own_and_an_example_that_runs(kvconnector):
     assert list(BENCHMARKS) == [name for name in BENCHMARKS if name in kvconnector("bench -h")[1]]
-    for name, each in BENCHMARKS.items():
-        status, out, _ = kvconnector(f"bench {name} --help")
+    assert {*BENCHMARKS} == {*bench.commands} - {"serve", "pairs"}
+    assert set(BENCHMARKS) | set(program.BENCHMARKS) < set(program.app.commands)
+    for prefix, name, each in (
+        *(("bench", *each) for each in BENCHMARKS.items()),
+        *(("scripts/bench", *each) for each in program.BENCHMARKS.items()),
+    ):
+        status, out, _ = kvconnector(f"{prefix} {name} --help")
         assert status == 0
         assert ("--compute" in out) == (name == "handover")
         assert ("--minutes" in out) == (name == "soak")
-        example = "".join(out.partition("Example: kvconnector ")[2].split("\n"))
-        assert example.split() == ["bench", *each.example.split()]
-        commands.check_cli(["bench", *each.example.split()])
+        example = "".join(out.partition("Example: ")[2].split("\n"))
+        assert example.split() == each.example.split()
+        commands.check(each.example.split())
+
+
+def test_no_wheel_has_a_benchmark_of_developers(kvconnector):
+    for name in program.BENCHMARKS:
+        assert kvconnector(f"bench {name}")[0] == 2
+        assert not list(Path(kvconnector_package.__file__).parent.rglob(f"{name}.py"))
 
 
 def test_help_of_all_commands_imports_none_of_them():
@@ -265,8 +286,8 @@ def test_an_interrupted_benchmark_keeps_the_cases_that_are_finished(
 def test_a_benchmark_that_is_terminated_keeps_the_cases_that_are_finished(tmp_path):
     code = """
 import os, signal, sys
-from kvconnector.bench import relayout
-from kvconnector.cli import main
+from scripts.benchmarks import relayout
+from scripts.benchmarks.__main__ import main
 run = relayout.run
 def terminated(options, progress):
     yield from run(options, progress)
@@ -276,7 +297,7 @@ relayout.run = terminated
 sys.exit(main())
 """
     report = tmp_path / "report.json"
-    line = [sys.executable, "-c", code, *BENCH.split(), str(report)]
+    line = [sys.executable, "-c", code, *BENCH.split()[1:], str(report)]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 130
     assert len(json.loads(report.read_text())["cases"]) == 1
@@ -294,10 +315,14 @@ def test_a_report_for_which_there_is_no_space_is_an_error_that_names_its_file(kv
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     kvconnector, tmp_path, monkeypatch, option
 ):
-    benchmark = {"--output": "relayout", "--svg": "handover", "--html": "inferencex"}[option]
+    benchmark = {
+        "--output": "bench transfer",
+        "--svg": "bench handover",
+        "--html": "scripts/bench inferencex",
+    }[option]
     monkeypatch.setattr(Benchmark, "run", lambda *_: pytest.fail("it was measured"))
     for path in (tmp_path / "no" / "x.svg", tmp_path):
-        status, _, err = kvconnector("bench", benchmark, option, path)
+        status, _, err = kvconnector(benchmark, option, path)
         assert status == 2
         assert str(tmp_path) in err
 

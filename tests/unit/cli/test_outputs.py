@@ -28,6 +28,7 @@ from kvconnector.cli import main
 from kvconnector.cli.app import COMMANDS, app
 from kvconnector.cli.bench import Benchmark
 from kvconnector.cli.console import OutputPath
+from scripts.benchmarks import __main__ as benchmarks
 
 ODD = [
     "-1",
@@ -73,6 +74,8 @@ def nothing_runs(monkeypatch):
 
 def commands():
     """Yield the words of every command that does something, and the command."""
+    for name, found in benchmarks.app.commands.items():
+        yield ["scripts/bench", name], found
     context = click.Context(app)
     for name in COMMANDS:
         command = app.get_command(context, name)
@@ -80,6 +83,11 @@ def commands():
             yield from (([name, each], found) for each, found in command.commands.items())
         else:
             yield [name], command
+
+
+def call(words):
+    """Run a command of the command line, or of scripts/bench. Returns the exit status."""
+    return benchmarks.main(words[1:]) if words[0] == "scripts/bench" else main(words)
 
 
 NEEDED = {
@@ -109,7 +117,7 @@ def test_no_value_of_an_option_becomes_the_name_of_a_file(
     monkeypatch.chdir(tmp_path)
     more = ["--engines", "2", "--seconds", "1"] if line[0] == "simulate" else []
     for value in ODD:
-        main([*line, *more, option.opts[0], value])
+        call([*line, *more, option.opts[0], value])
     capsys.readouterr()
     assert {Path(name).parent for name in files_below(tmp_path)} <= {Path("keys")}
 
@@ -124,7 +132,7 @@ def test_an_output_s_name_without_its_ending_is_refused_with_the_endings(
 ):
     monkeypatch.chdir(tmp_path)
     for value in ODD:
-        assert main([*line, option.opts[0], value]) == 2
+        assert call([*line, option.opts[0], value]) == 2
         err = capsys.readouterr().err
         assert value == "." or re.search(r"does not end in \.\w+", err)
     assert files_below(tmp_path) == []

@@ -18,11 +18,12 @@ from zipfile import BadZipFile, ZipFile
 
 import msgspec
 
+from kvconnector import bench
 from kvconnector.errors import ConfigError, IncompatiblePeerError
 from kvconnector.wire import versions
 from kvconnector.wire.versions import WireVersions
 
-OURS = Path(__file__).parent
+OURS = Path(bench.__file__).parent
 PROBE_TIMEOUT_S = 120.0
 PROBE = """
 import kvconnector, kvconnector.bench.engine_process, msgspec, sys

@@ -27,10 +27,10 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import TURN_S, Engine, Turned
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.releases import Release, open_release
 from kvconnector.bench.results import CaseResult, ShowProgress
 from kvconnector.bench.shapes import EngineShape
-from kvconnector.bench.soak_state import (
+from scripts.benchmarks.releases import Release, open_release
+from scripts.benchmarks.soak_state import (
     RELEASES,
     PairCounts,
     SoakState,
@@ -54,6 +54,14 @@ SETTINGS = {
     "lease": {"duration_s": 5.0},
     "peer": {"timeout_s": PEER_TIMEOUT_S, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
 }
+
+
+class SoakOptions(BenchOptions, frozen=True, kw_only=True):
+    """A soak's length, the file from which it goes on after an interruption, and another release's wheel or folder."""
+
+    minutes: float = 1.0
+    state: str = ""
+    other_release: str = ""
 
 
 class Fault(NamedTuple):
@@ -368,27 +376,26 @@ class Soak:
             request.is_loading &= fault.engine != "decode"
 
 
-def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
+def run(options: SoakOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield the `cases_of` the run, also if it is interrupted.
 
     Raises:
         ResultMismatchError: blocks leaked, or bytes are wrong.
         ConfigError: the state's file or the other release cannot be used.
     """
-    asked = options.soak
     deployment = Deployment(options, in_flight=IN_FLIGHT // 8)
     name = f"{options.model.name}, {deployment}"
-    path = Path(asked.state) if asked.state else None
+    path = Path(options.state) if options.state else None
     with ExitStack() as exits:
         other = None
-        if asked.other_release:
-            other = exits.enter_context(open_release(Path(asked.other_release)))
+        if options.other_release:
+            other = exits.enter_context(open_release(Path(options.other_release)))
             name += f", beside {other}"
         state = load_state(path, name)
         begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
-        progress(f"{asked.minutes:g} minutes{begun}, {name}")
+        progress(f"{options.minutes:g} minutes{begun}, {name}")
         pair = exits.enter_context(EnginePair(deployment, SETTINGS))
-        soak = Soak(pair, state, asked.minutes * 60, progress, other)
+        soak = Soak(pair, state, options.minutes * 60, progress, other)
         state.num_begun += 1
         try:
             soak.run(path)

@@ -25,7 +25,14 @@ SHARE_OF_MEMORY = 0.5
 """Share of the free memory for the pools of all contenders together; larger bursts are left out."""
 
 
-def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
+class BurstOptions(BenchOptions, frozen=True, kw_only=True):
+    """`pages` are tokens of a page, `bursts` requests at once."""
+
+    pages: tuple[int, ...] = (16, 64)
+    bursts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+
+
+def run(options: BurstOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield a case for each length, page size and burst. The contenders take turns, as in `transfer`.
 
     Raises:
