@@ -299,6 +299,43 @@ def test_an_aborted_request_fails_on_both_sides_with_its_reason(backend, sides, 
         each.clear()
 
 
+def test_sglangs_reduction_fails_a_prompt_only_once_no_rank_uses_its_pages(
+    backend, sides, monkeypatch
+):
+    from sglang.srt.disaggregation import prefill as queues
+    from sglang.srt.disaggregation import utils
+
+    others = [3]  # the other ranks' least vote
+
+    def reduce(polls, _):
+        return [min(poll, *others) for poll in polls]
+
+    monkeypatch.setattr(utils, "_all_reduce_polls", reduce)
+    prefill, _ = sides
+    _, sender, receiver = _asked(backend, sides)
+    sender.send(prefill.pages, [], TOKENS)
+
+    def polled():
+        return queues.poll_and_all_reduce_attn_cp_tp_group([sender], None, None)
+
+    assert polled() == [3]
+    others[:] = [2]  # another rank has failed
+    assert polled() == [2]
+    _until(FAILED, sender)
+    assert polled() == [2]
+    others[:] = [4]
+    assert polled() == [FAILED]
+    receiver.abort()
+
+
+def test_a_decode_engine_that_would_free_pages_in_use_is_refused(backend, monkeypatch):
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    with pytest.raises(ConfigError, match="DEFERRED_DECODE_KV_RELEASE"):
+        Side(backend, "decode", 32, "cpu")
+    with closing(Side(backend, "prefill", 16, "cpu")):
+        pass
+
+
 def test_a_prompt_that_is_to_be_computed_again_fails_and_not_the_engine(backend, sides):
     """As SGLang asks for when a decode engine has retracted its requests for new weights."""
     _, decode = sides

@@ -46,13 +46,14 @@ from kvconnector.integrations.sglang.settings import (
     connector_config,
     refuse_unsupported,
 )
-from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt
+from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, agree
 
 logger = logging.getLogger(__name__)
 
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
+REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._check_if_req_exceed_kv_capacity",
@@ -84,7 +85,7 @@ class KVManager(RankTransfers, BaseKVManager):
         is_prefill = disaggregation_mode.value == "prefill"
         if _is_sparse(args):
             check_release("SPARSE")
-        refuse_unsupported(_facts(args, server_args))
+        refuse_unsupported(_facts(args, server_args, is_prefill=is_prefill))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         parallel = get_parallel()
         group = parallel.world_group.cpu_group
@@ -116,9 +117,7 @@ class KVManager(RankTransfers, BaseKVManager):
             has_metrics=bool(getattr(server_args, "enable_metrics", False)),
         )
         self.dp_size = dp_size
-        self.enable_deferred_decode_kv_release = self.defers_release = not is_prefill and bool(
-            envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
-        )
+        self.enable_deferred_decode_kv_release = not is_prefill
         if is_prefill:
             method = parallel.load_balance_method
             self.follows_rooms = method == "follow_bootstrap_room" and not must_query
@@ -200,6 +199,7 @@ def hook_queues() -> None:
     """Put our hooks into SGLang's queues, once in a process."""
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
     HookRegistry.register(CREATE_RECEIVER, note_rank, HookType.AFTER)
+    HookRegistry.register(REDUCTION, agree, HookType.AROUND)
     for method in ADMISSIONS:
         HookRegistry.register(method, refuse_malformed, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -279,13 +279,17 @@ def _data_parallel(args: KVArgs) -> tuple[int, int]:
     return args.system_dp_rank or 0, size
 
 
-def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
+def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, object]:
     parallel, disagg = get_parallel(), get_disagg()
     pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     return {
         # each rank then has a registry of its own
         "SGLANG_RUST_SERVER with data-parallel attention": (
             parallel.attn_dp_size > 1 and bool(envs.SGLANG_RUST_SERVER.get())
+        ),
+        # a failed request's pages would be free while a load writes to them
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE off": not (
+            is_prefill or envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         ),
         # the number of data-parallel ranks changes
         "max_ep_size": getattr(parallel, "max_ep_size", None),

@@ -85,8 +85,6 @@ class RankTransfers:
         """Address of the directory service, in the rank of a prefill engine that has it."""
         self.dp_rank, self.dp_size, self.follows_rooms = dp_rank, 1, True
         """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
-        self.defers_release = False
-        """True if SGLang keeps a failed request's pages until `is_abort_release_safe`."""
         self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)

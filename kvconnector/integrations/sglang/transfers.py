@@ -3,8 +3,9 @@
 In SGLang every rank runs its own copy of the scheduler, in the process that also runs the model. All copies create the
 same senders and receivers in the same order, and reduce the results of `poll` over the ranks. So each rank orders its
 own worker to move the blocks of its own pools, and no scheduler half is needed. SGLang calls all methods from the
-scheduler's thread, and only `failure_exception` blocks. The worker's threads move the bytes. Every wait for a peer has
-a deadline there (settings `peer` and `lease`); when it passes, the request fails with a typed error.
+scheduler's thread, and none of them blocks: with data-parallel attention all other ranks would wait, too. The worker's
+threads move the bytes. Every wait for a peer has a deadline there (settings `peer` and `lease`); when it passes, the
+request fails with a typed error.
 
 On the prefill side a request is a streamed prompt. Consumers may follow it before it is computed; `send` advances the
 watermark after each chunk. Until the last chunk SGLang may take the blocks back at any time, and consumers then discard
@@ -22,21 +23,21 @@ allocated blocks (`send_metadata`). The load keeps the blocks until the worker r
 Each data-parallel rank of a server is an engine of its own. A router names the server only, so before the worker can
 greet an engine a `Finder` asks the server's registry which rank has the request (`registry.py`).
 
-If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. First
-it asks each rank for its `failure_exception`, which ends the transfer. A decode engine then keeps the blocks until
-`is_abort_release_safe`, so nothing waits in SGLang's thread; with data-parallel attention all other ranks would wait,
-too. A prefill engine frees them at once, so there, and where SGLang's deferred release is off, `failure_exception`
-waits up to `SETTLE_S` until nothing reads or writes the blocks. Only a worker whose driver hangs takes longer, which is
-logged as an error.
+If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. A
+decode engine first asks each rank for its `failure_exception`, which ends the load, and then keeps the blocks until
+`is_abort_release_safe` (SGLang's deferred release). A prefill engine frees them at once, so there the ranks agree
+first: a rank whose prompt has failed votes for `WAITING`, the least vote. SGLang's reduction shows it to all ranks,
+which give the prompt up. A rank in which nothing reads the blocks any more votes for `DONE`. Once that is the least
+vote, the request has failed in all ranks in the same pass.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -66,13 +67,8 @@ from kvconnector.session.orders import (
 if TYPE_CHECKING:
     from kvconnector.integrations.sglang.rank import RankTransfers
 
-logger = logging.getLogger(__name__)
-
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""
-SETTLE_S = 10.0
-"""Seconds that `failure_exception` waits for the worker to stop using a failed request's blocks."""
-WAIT_S = 0.01
 
 
 class Stage(IntEnum):
@@ -154,22 +150,15 @@ class RoomTransfer:
             self.fail(error)
 
     def failure_exception(self) -> NoReturn:
-        """End the request on this rank, no matter which rank failed, and raise its error once nothing uses the blocks.
+        """End the request on this rank, no matter which rank failed, and raise its error. Its blocks may still be used.
 
         Raises:
             KVConnectorError: this rank's error, or a `RemoteError` if only another rank failed.
         """
         error = self.error
         self.abort()
-        until_s = time.monotonic() + (0.0 if self.kv_mgr.defers_release else SETTLE_S)
-        while self.stage is Stage.TRANSFERRING and time.monotonic() < until_s:
-            self.kv_mgr.worker.wait(WAIT_S)
-            self.kv_mgr.take()
-        if self.stage is Stage.TRANSFERRING and not self.kv_mgr.defers_release:
-            logger.error("SGLang frees the blocks of room %s while they may be in use", self.room)
         if error is None or self.stage is Stage.DONE:
-            error = RemoteError("the request failed in another rank of this engine", room=self.room)
-            error.is_from_another_rank = True  # type: ignore[attr-defined] # SGLang's name: it logs once
+            error = _of_another_rank(self.room)
         raise error
 
 
@@ -192,6 +181,7 @@ class SentPrompt(RoomTransfer):
         self.num_tokens = 0
         """Tokens published so far."""
         self._pages = NO_BLOCKS
+        self._is_complete = self._is_failing = False
         if self.room in mgr.rooms:
             self.error = RemoteProtocolError(
                 "another request has this bootstrap room", room=self.room
@@ -246,6 +236,8 @@ class SentPrompt(RoomTransfer):
                 then keeps all of the request's blocks.
             num_kv_tokens: Tokens in the pages; None if they are full.
         """
+        # in all ranks, also in those that have failed
+        self._is_complete = state_indices is not None
         if self.stage is not Stage.WAITING:
             return
         early, self._early_send_wait_event = self._early_send_wait_event, None
@@ -271,6 +263,23 @@ class SentPrompt(RoomTransfer):
         self.kv_mgr.rooms.discard(self.room)
         if self.kv_mgr.poster is not None and not self.kv_mgr.follows_rooms:
             self.kv_mgr.poster.forget(self.room)
+
+    def vote(self) -> int:
+        """Return what this rank contributes to SGLang's reduction, which takes the least of all ranks: its stage,
+        unless the prompt is complete and has failed.
+        """
+        stage = self.poll()
+        if not self._is_complete or self.error is None:
+            return stage
+        is_over = self._is_failing and stage is not Stage.TRANSFERRING
+        return Stage.DONE if is_over else Stage.WAITING
+
+    def agreed(self, least: int) -> int:
+        """Take the least vote of all ranks, and return the stage that SGLang may act on."""
+        if self._is_complete and least == Stage.WAITING:
+            self._is_failing = True
+            self.fail(_of_another_rank(self.room))
+        return Stage.FAILED if self._is_failing and least == Stage.DONE else least
 
     def mark_prefill_complete(self) -> None:
         """Do nothing: decode engines may allocate blocks before the prompt is computed."""
@@ -401,6 +410,45 @@ class LoadedPrompt(RoomTransfer):
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """A prompt as SGLang's reduction polls it."""
+
+    prompt: SentPrompt
+
+    def poll(self) -> int:
+        """Return the prompt's vote."""
+        return self.prompt.vote()
+
+
+def agree(
+    original: Callable[..., Sequence[int]], pollers: Sequence[Any], *groups: Any, **named: Any
+) -> list[int]:
+    """Let all ranks of a prefill engine end a request in the same pass: a hook around SGLang's reduction of polls.
+
+    Args:
+        original: Polls each poller, and reduces the results over the ranks.
+        pollers: Senders and receivers. Only prompts vote.
+        groups: The ranks.
+        named: The same.
+
+    Returns:
+        The requests' stages.
+    """
+    voters = [Voter(each) if isinstance(each, SentPrompt) else each for each in pollers]
+    least = original(voters, *groups, **named)
+    return [
+        each.agreed(poll) if isinstance(each, SentPrompt) else poll
+        for each, poll in zip(pollers, least, strict=True)
+    ]
+
+
+def _of_another_rank(room: int) -> RemoteError:
+    error = RemoteError("the request failed in another rank of this engine", room=room)
+    error.is_from_another_rank = True  # type: ignore[attr-defined] # SGLang's name: it logs once
+    return error
 
 
 def transfer_names(room: int) -> tuple[str, str]:

@@ -122,6 +122,7 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{DECODE}:DecodePreallocQueue._send_kv_metadata", ("decode_req", "kv_indices")),
     Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
+    Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
     Name(f"{UTILS}:prepare_abort", ("req", "error_message", "status_code")),
     Name(f"{CONTEXT}:get_parallel"),
     Name(f"{CONTEXT}:get_disagg"),

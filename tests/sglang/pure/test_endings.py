@@ -1,7 +1,7 @@
 """Requests end early on either side and at any time, and both engines learn of it."""
 
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -114,12 +114,91 @@ def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
     pair.compute(sent, PAGES, 0, 16)
     pair.load(wanted, OTHERS, TOKENS)
     assert wanted[0].poll() is Stage.TRANSFERRING
-    error = error_of(wanted[0])
-    assert isinstance(error, RemoteError)
-    assert error.is_from_another_rank
-    assert wanted[0].poll() is Stage.FAILED
+    rank = wanted[0].kv_mgr
+    with held_back(rank):
+        error = error_of(wanted[0])
+        assert isinstance(error, RemoteError)
+        assert error.is_from_another_rank
+        assert not rank.is_abort_release_safe(7)  # the worker has not said that it no longer writes
+    assert pair.until_over(wanted[0]) == [Stage.FAILED]
+    assert rank.is_abort_release_safe(7)
     for each in (*sent, *wanted):
         each.abort()
+
+
+@contextmanager
+def held_back(rank):
+    """Keep a rank's reports back, as if its worker still used the pages."""
+    take, rank.take = rank.take, lambda: setattr(rank, "turn", rank.turn + 1)
+    try:
+        yield
+    finally:
+        rank.take = take
+
+
+class Reduced:
+    """Polls each prompt in all ranks at once and takes the least, as SGLang does with one process per rank."""
+
+    def __init__(self, sent):
+        self._sent = sent
+
+    def poll(self):
+        least = min(each.vote() for each in self._sent)
+        return [each.agreed(least) for each in self._sent]
+
+    def until_over(self):
+        until_s = time.monotonic() + 60
+        while not {*(stages := self.poll())} <= {Stage.DONE, Stage.FAILED}:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        return stages
+
+
+@pytest.fixture
+def ranks():
+    with closing(Pair(Model(), prefill={"tp_size": 2})) as made:
+        yield made
+
+
+def test_a_prompt_that_one_rank_fails_ends_in_all_once_none_reads_its_pages(ranks):
+    sent = _computed(ranks, 20)
+    reduced = Reduced(sent)
+    assert reduced.poll() == [Stage.TRANSFERRING] * 2
+    sent[0].fail(BlockIdError("no such block"))
+    with held_back(sent[1].kv_mgr):
+        ranks.until_over(sent[0])
+        for _ in range(5):
+            assert not {*reduced.poll()} & {Stage.FAILED, Stage.DONE}
+    assert reduced.until_over() == [Stage.FAILED] * 2
+    errors = [error_of(each) for each in sent]
+    assert [type(error) for error in errors] == [BlockIdError, RemoteError]
+    assert errors[1].is_from_another_rank
+
+
+def test_a_prompt_that_is_over_in_one_rank_fails_in_all_if_it_does_in_another(ranks):
+    sent = _computed(ranks, 21)
+    sent[1].ended(None)
+    sent[0].abort()
+    assert Reduced(sent).until_over() == [Stage.FAILED] * 2
+    assert error_of(sent[1]).is_from_another_rank
+
+
+def test_prompts_of_several_ranks_are_done_once_they_are_in_all(ranks):
+    sent, wanted = _computed(ranks, 22), ranks.want(22)
+    reduced = Reduced(sent)
+    ranks.load(wanted, OTHERS, TOKENS)
+    with held_back(sent[0].kv_mgr):
+        assert ranks.until_over(*wanted, sent[1]) == [Stage.DONE] * 2
+        assert reduced.poll() == [Stage.TRANSFERRING] * 2
+    assert reduced.until_over() == [Stage.DONE] * 2
+
+
+def test_an_incomplete_prompt_that_one_rank_fails_ends_in_the_same_pass(ranks):
+    sent = ranks.send(23)
+    ranks.compute(sent, PAGES, 0, 16)
+    sent[0].abort()
+    assert Reduced(sent).poll() == [Stage.FAILED] * 2
+    sent[1].abort()
 
 
 def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(patient):
