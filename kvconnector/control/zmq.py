@@ -30,6 +30,7 @@ import time
 
 import zmq
 
+from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort, parse_address, parse_bind
 from kvconnector.control.base import ControlEvent, ControlLimits, MessageTooLargeError, PeerHandle
 from kvconnector.control.security import CurveKeys, Security, check_key
@@ -88,11 +89,10 @@ class ControlChannel:
         """Nothing waits for `poll` that `fd` would not show."""
         self._first_deadline = math.inf
         self._waker = Waker()
-        self._poller = zmq.Poller()
+        self._poller = libzmq.Poller(self._waker.fileno())
         self._descriptors = Descriptors()
         self.fd = self._descriptors.fd
         """A descriptor that becomes readable when something happens after the channel `is_settled`."""
-        self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._descriptors.add(self._waker.fileno())
         self._watch(self._incoming.socket)
         self._watch(self._incoming.monitor.socket)
@@ -193,10 +193,9 @@ class ControlChannel:
             if not is_due and time.monotonic() < self._first_deadline:
                 return []
         self._check_open()
-        ready = dict(self._poller.poll(milliseconds(self._wait_s(timeout_s))))
-        # Sockets that are not ready are not called: every call releases the GIL, which a busy thread may then keep.
-        self.is_settled = not (ready.keys() - {self._waker.fileno()})
-        if self._waker.fileno() in ready:
+        ready, is_woken = self._poller.poll(milliseconds(self._wait_s(timeout_s)))
+        self.is_settled = not ready
+        if is_woken:
             self._waker.clear()
         incoming, authorizer = self._incoming, self._incoming.authorizer
         if authorizer is not None and authorizer.socket in ready:
@@ -239,7 +238,7 @@ class ControlChannel:
 
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
         """Poll a socket from now on. Its descriptor does not show messages that came before."""
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket)
         self._descriptors.add(int(socket.getsockopt(zmq.FD)))
         self.is_settled = False
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import Security
@@ -113,7 +114,7 @@ class IncomingConnections:
         if peer.error is not None:
             raise PeerLostError("connection is lost", peer=peer.address, cause=str(peer.error))
         try:
-            self.socket.send_multipart([peer.identity, payload], zmq.NOBLOCK)
+            libzmq.send(self.socket, [peer.identity, payload])
         except zmq.Again as exc:
             peer.error = queue_is_full(peer.address, self._limits)
             self.ending.append(peer)
@@ -152,23 +153,30 @@ class IncomingConnections:
             self.authorizer.close()
 
     def _receive_one(self, events: list[ControlEvent]) -> None:
-        identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        peer = self._by_identity.get(identity.bytes)
+        message = libzmq.receive(self.socket)
+        identity, *frames = message.frames
+        peer = self._by_identity.get(identity)
         if peer is None:
-            if identity.bytes in self._retired or (origin := _origin(identity)) is None:
+            # libzmq takes arbitrary bytes for its oldest protocol, which has no handshake and so no address
+            if identity in self._retired or message.address is None:
                 return
-            peer = self._admit(identity.bytes, *origin)
+            peer = self._admit(identity, message.fd, message.address)
         if peer.ignored:
             return
         try:
             check_frames(frames, peer.address, self._limits)
-            events.append(Received(peer.handle, frames[0].bytes))
+            events.append(Received(peer.handle, frames[0]))
         except RemoteProtocolError as error:
             events.append(Disconnected(peer.handle, error))
             self.forget(peer.handle)
 
     def _admit(self, identity: bytes, fd: int, address: str) -> _Peer:
         """Give a connection a handle, with its first message."""
+        if fd < 0:
+            raise TransportError(
+                "this libzmq does not say which connection a message came from",
+                libzmq=zmq.zmq_version(),
+            )
         peer = _Peer(next(self._handles), identity, fd, address)
         self._by_handle[peer.handle] = peer
         self._by_identity[peer.identity] = peer
@@ -212,20 +220,3 @@ class IncomingConnections:
                 self._retired.append(peer.identity)
         self.ending.clear()
         return events
-
-
-def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
-    """Return the file descriptor and IP address of the connection that a frame came from; None for a peer that did no
-    handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
-    """
-    try:
-        address = str(frame.get("Peer-Address"))
-    except zmq.ZMQError:
-        return None
-    fd = int(frame.get(zmq.SRCFD))
-    if fd < 0:
-        raise TransportError(
-            "this libzmq does not say which connection a message came from",
-            libzmq=zmq.zmq_version(),
-        )
-    return fd, address

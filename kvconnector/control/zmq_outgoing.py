@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 
 import zmq
 
+from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.lookup import Lookup, is_name
@@ -182,7 +183,7 @@ class OutgoingConnection:
         events: list[ControlEvent] = []
         try:
             for _ in range(self._limits.max_messages_per_turn):
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = libzmq.receive(self.socket).frames
                 check_frames(frames, self.address, self._limits)
                 events.append(Received(self.handle, frames[0]))
             return events
@@ -255,7 +256,7 @@ class OutgoingConnection:
     def _send_now(self, payload: bytes) -> None:
         """Give a message to the socket. Sets `error` if it does not take it."""
         try:
-            self.socket.send(payload, zmq.NOBLOCK)
+            libzmq.send(self.socket, [payload])
         except zmq.Again:
             self._take_monitor()  # a connection that was refused has no queue either
             self.error = self.error or queue_is_full(self.address, self._limits)

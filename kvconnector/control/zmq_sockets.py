@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Sized
 import zmq
 from zmq.utils import z85
 
+from kvconnector.control import libzmq
 from kvconnector.control.base import ControlLimits
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.errors import PeerLostError, RemoteProtocolError, TransportError
@@ -70,7 +71,7 @@ class Monitor:
         """
         with contextlib.suppress(zmq.Again):
             while True:
-                event, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+                event, endpoint = libzmq.receive(self.socket).frames
                 kind, value = _MONITOR_EVENT.unpack(event)
                 yield kind, value, endpoint.decode(errors="replace")
 
@@ -105,8 +106,8 @@ class Authorizer:
         """Answer waiting requests, at most `max_requests`."""
         with contextlib.suppress(zmq.Again):
             for _ in range(max_requests):
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-                self.socket.send_multipart(self._reply(frames), zmq.NOBLOCK)
+                frames = libzmq.receive(self.socket).frames
+                libzmq.send(self.socket, self._reply(frames))
 
     def _reply(self, frames: list[bytes]) -> list[bytes]:
         version, request_id, _domain, address, _identity, mechanism, *credentials = frames
