@@ -263,7 +263,7 @@ class PeerGreeting(ExitStack):
         if export is None:
             return "it offers its pools to nobody: paths.direct=never there, or see its log"
         try:
-            if worker.link.pools is None:  # the worker's attempt has failed
+            if not worker.link.maps_pools:  # the worker's attempt has failed
                 check_export(export, worker.geometry)
                 self._datapath.reads.open(worker.link, export)
         except KVConnectorError as error:
@@ -273,7 +273,7 @@ class PeerGreeting(ExitStack):
         return ""
 
     def _lanes(self, link: Link) -> Finding:
-        lanes = self._transport.lanes(link.endpoint)
+        lanes = self._datapath.receives.lanes(link)
         theirs = WorkerAddress.decode(self._session.replies[link].transport_address)
         if WorkerAddress.decode(self._transport.address).same_host(theirs):
             return Finding("  lanes", "ok", f"{lanes} within this host")

@@ -114,7 +114,7 @@ class Driver:
         self.datapath = datapath
         self.clock = datapath.clock
         self._events = datapath.events  # the consequences of a session's call come here, too
-        self.links = Links(control, transport, config.control, report=self._events.append)
+        self.links = Links(control, config.control, report=self._events.append)
         self.ports = session_ports(
             self.links,
             datapath,
@@ -285,11 +285,12 @@ class Driver:
         """Take the fields of greetings that are for links."""
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
-                link.max_message_bytes = message.max_message_bytes
+                self.links.limit_messages(link, message.max_message_bytes)
             export = self.datapath.export
             if isinstance(message, m.Hello) and export is not None and export.device == "cuda":
                 rank = f"({message.pp_rank}, {message.tp_rank})"
-                link.consumer = f"{message.geometry.engine_id} rank {rank}"
+                consumer = f"{message.geometry.engine_id} rank {rank}"
+                self.links.name_mapper(link, consumer)
 
     def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
         """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
@@ -308,7 +309,7 @@ class Driver:
             self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
-                link.consumer = ""  # it could not map our pools, or chose not to
+                self.links.name_mapper(link, "")  # it could not map our pools, or chose not to
             if event is not None:
                 self._events.append(event)
             elif isinstance(message, m.Bye):

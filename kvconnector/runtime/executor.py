@@ -83,14 +83,14 @@ class SessionLinks(LinkPort):
 
     @of_worker
     def close_link(self, link: Link) -> None:
+        self._links.flush_link(link)
         self._datapath.sends.close_endpoint(link)
-        self._datapath.receives.forget_warm_ups(link)
-        self._links.close_endpoint(link)
+        self._datapath.receives.disconnect(link)
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
     def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
-        if link.handle is None:
+        if not self._links.is_connected(link):
             return
         tag, nbytes = self._expect_warm_up(link)
         hello = msgspec.structs.replace(
@@ -111,11 +111,11 @@ class SessionLinks(LinkPort):
 
     @of_worker
     def connect_back(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
-        if worker.link.handle is None:
+        if not self._links.is_connected(worker.link):
             return
         if reply.transport_address:
             try:
-                self._links.open_endpoint(worker.link, reply.transport_address)
+                self._datapath.receives.connect_back(worker.link, reply.transport_address)
             except KVConnectorError as error:
                 self._links.lose(worker.link, error)
                 return

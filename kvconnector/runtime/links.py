@@ -15,9 +15,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
-
-from msgspec.structs import replace
 
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import (
@@ -32,11 +31,28 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
-from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A link's connection on the control channel. Both sides use the wire `version` in which it was opened.
+    `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so. `mapper` names a consumer
+    that may have mapped this worker's CUDA memory. `unsent` are the messages of the driver's present turn, oldest
+    first. Once it `is_lost` nothing is sent any more.
+    """
+
+    handle: PeerHandle
+    version: int
+    max_message_bytes: int = 0
+    mapper: str = ""
+    unsent: list[bytes] = field(default_factory=list)
+    unsent_bytes: int = 0
+    is_lost: bool = False
+
 
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
@@ -45,7 +61,7 @@ _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
 
 
 class Links:
-    """All links of one worker. One thread at a time, the transport's owner, calls it.
+    """All links of one worker. One thread at a time, the driver lock's owner, calls it.
 
     `report` takes the `LinkLost` of each link that ended.
     """
@@ -53,15 +69,14 @@ class Links:
     def __init__(
         self,
         control: ControlChannel,
-        transport: UcxTransport,
         config: ControlConfig,
         report: Callable[[ev.LinkLost], None],
     ) -> None:
         self.control = control
-        self._transport = transport
         self._max_message_bytes = config.max_message_bytes
         self._report = report
         self._by_handle: dict[PeerHandle, Link] = {}
+        self._connections: dict[Link, Connection] = {}
         self._gone: set[PeerHandle] = set()
         """Connections that were closed, of which `arrived` may have events."""
         self._incoming = count(1)
@@ -81,11 +96,28 @@ class Links:
     @property
     def mappers(self) -> list[str]:
         """Consumers that may have mapped this worker's CUDA memory."""
-        return [link.consumer for link in self if link.consumer]
+        return [each.mapper for each in self._connections.values() if each.mapper]
+
+    def name_mapper(self, link: Link, consumer: str) -> None:
+        """Record that `consumer` may have mapped this worker's CUDA memory, or with "" that it has not."""
+        connection = self._connections.get(link)
+        if connection is not None:
+            connection.mapper = consumer
+
+    def limit_messages(self, link: Link, max_message_bytes: int) -> None:
+        """Record the longest message that the peer takes."""
+        connection = self._connections.get(link)
+        if connection is not None:
+            connection.max_message_bytes = max_message_bytes
+
+    def is_connected(self, link: Link) -> bool:
+        """Returns True until the connection has ended or was closed."""
+        return link in self._connections
 
     def peer_of(self, link: Link) -> str:
         """Return the address of the peer at a link, for texts."""
-        return "a lost peer" if link.handle is None else self.control.peer_of(link.handle)
+        connection = self._connections.get(link)
+        return "a lost peer" if connection is None else self.control.peer_of(connection.handle)
 
     # -- opening and ending --
 
@@ -99,17 +131,17 @@ class Links:
 
     def close(self, link: Link) -> None:
         """Forget a link, and end its connections after the messages sent on them. Idempotent."""
-        self.close_endpoint(link)
-        link.unsent.clear()
-        if link.handle is not None:
-            del self._by_handle[link.handle]
-            self.control.disconnect(link.handle)
-            self._gone.add(link.handle)
-            link.handle = None
+        self.flush_link(link)
+        connection = self._connections.pop(link, None)
+        if connection is not None:
+            del self._by_handle[connection.handle]
+            self.control.disconnect(connection.handle)
+            self._gone.add(connection.handle)
 
     def lose(self, link: Link, error: KVConnectorError, *, has_left: bool = False) -> None:
         """End a link whose peer misbehaved, was lost, or `has_left` with a goodbye."""
-        if link.is_lost:
+        connection = self._connections.get(link)
+        if connection is None or connection.is_lost:
             return
         reason, peer = type(error).__name__, self.peer_of(link)
         if not isinstance(error, PeerLostError):
@@ -120,11 +152,14 @@ class Links:
                 logger.debug("%s is lost: %s", peer, error)
             else:
                 self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
-        if link.number < 0 and link.handle is not None and not has_left:
+        if link.number < 0 and not has_left:
             goodbye = m.Bye(text=error.statement[: m.MAX_TEXT])
             with suppress(KVConnectorError):
-                self.control.send(link.handle, encode(goodbye, link.version))
-        self._end(link, error)
+                self.control.send(connection.handle, encode(goodbye, connection.version))
+        connection.is_lost = True
+        if link.number < 0:
+            self.close(link)
+        self._report(ev.LinkLost(link, error))
 
     def say_goodbye(self) -> None:
         """Notify the consumers that this worker closes. Each unmaps its pools, then disconnects; until then it is one
@@ -138,39 +173,14 @@ class Links:
 
     def _connected(self, link: Link, handle: PeerHandle, version: int) -> None:
         self._by_handle[handle] = link
-        link.handle, link.version = handle, version
-
-    def _end(self, link: Link, error: KVConnectorError) -> None:
-        link.is_lost = True
-        if link.number < 0:
-            self.close(link)
-        self._report(ev.LinkLost(link, error))
-
-    # -- endpoints --
-
-    def open_endpoint(self, link: Link, address: bytes) -> None:
-        """Open an endpoint to a producer worker, which closes with the link.
-
-        Raises:
-            IncompatiblePeerError, RemoteProtocolError, TransportError: see `UcxTransport.connect`.
-        """
-        endpoint = self._transport.connect(address)
-        link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
-        link.endpoint = endpoint
-
-    def close_endpoint(self, link: Link) -> None:
-        """Send queued messages, and close the endpoint of a link that this worker opened. Idempotent."""
-        self._send_unsent(link)
-        if link.number > 0 and link.endpoint:  # otherwise it is the sends', too
-            self._transport.disconnect(link.endpoint)
-            link.endpoint = 0
+        self._connections[link] = Connection(handle, version)
 
     # -- messages --
 
     def flush(self) -> None:
         """Send queued messages, one batch per link, or several if that would be too long."""
         while self.with_unsent:
-            self._send_unsent(self.with_unsent.popleft())
+            self.flush_link(self.with_unsent.popleft())
 
     def send(self, link: Link, message: m.Message) -> None:
         """Send a message with the others of the driver's turn. No effect on a lost link.
@@ -179,27 +189,24 @@ class Links:
             MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link goes on: whose message
                 it is fails.
         """
-        if link.handle is None or link.is_lost:
+        connection = self._connections.get(link)
+        if connection is None or connection.is_lost:
             return  # the sessions know, or will
-        kind = type(message)
-        if kind in _REFUSALS:
+        if type(message) in _REFUSALS:
             self._log_refusal(link, message)
-        elif kind is m.Heartbeat and link.pools is not None:
-            message = replace(message, maps_pools=True)
-        payload = encode(message, link.version)
-        limit_bytes = min(
-            self._max_message_bytes, link.max_message_bytes or self._max_message_bytes
-        )
+        payload = encode(message, connection.version)
+        ours, theirs = self._max_message_bytes, connection.max_message_bytes
+        limit_bytes = min(ours, theirs or ours)
         if len(payload) > limit_bytes:
             raise MessageTooLargeError.of(payload, limit_bytes)
-        is_full = link.unsent_bytes + len(payload) > MAX_BATCH_BYTES
-        if is_full or len(link.unsent) >= m.MAX_BATCH_MESSAGES:
-            self._send_unsent(link)
-        if not link.unsent:
+        is_full = connection.unsent_bytes + len(payload) > MAX_BATCH_BYTES
+        if is_full or len(connection.unsent) >= m.MAX_BATCH_MESSAGES:
+            self.flush_link(link)
+        if not connection.unsent:
             self.with_unsent.append(link)
-            link.unsent_bytes = 0
-        link.unsent.append(payload)
-        link.unsent_bytes += len(payload)
+            connection.unsent_bytes = 0
+        connection.unsent.append(payload)
+        connection.unsent_bytes += len(payload)
 
     def _log_refusal(self, link: Link, message: m.Message) -> None:
         if (
@@ -211,13 +218,16 @@ class Links:
             peer = f"consumer {self.peer_of(link)}"
             self.refusals.note(peer, message.refusal, message.text)
 
-    def _send_unsent(self, link: Link) -> None:
-        """Send the messages queued for a link."""
-        unsent, link.unsent = link.unsent, []
-        if not unsent or link.handle is None or link.is_lost:
+    def flush_link(self, link: Link) -> None:
+        """Send the messages queued for a link. Idempotent."""
+        connection = self._connections.get(link)
+        if connection is None:
+            return
+        unsent, connection.unsent = connection.unsent, []
+        if not unsent or connection.is_lost:
             return
         try:
-            self.control.send(link.handle, encode_batch(unsent, link.version))
+            self.control.send(connection.handle, encode_batch(unsent, connection.version))
         except KVConnectorError as error:
             self.lose(link, error)
 
@@ -237,14 +247,13 @@ class Links:
                 if link is None:
                     link = Link(-next(self._incoming))
                     self._connected(link, arrival.handle, version_of(arrival.payload))
-                if not link.is_lost:
+                if not self._connections[link].is_lost:
                     yield link, arrival.payload
             elif link is not None:
                 self._on_disconnect(link, arrival)
 
     def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
-        if self._by_handle.pop(arrival.handle, None) is None:
-            return  # it was closed because of an earlier message
-        link.handle = None
-        if not link.is_lost:
-            self._end(link, arrival.error)
+        connection = self._connections.pop(link)
+        del self._by_handle[connection.handle]
+        if not connection.is_lost:
+            self._report(ev.LinkLost(link, arrival.error))

@@ -373,7 +373,7 @@ class ConsumerSession:
         if load.order is None and engine.is_ready and not engine.workers:
             load.deadline = NEVER  # no producer rank has anything for this one, or reports to it
             return
-        is_moving = any(read.is_asked or read.row >= 0 for read in load.reads.values())
+        is_moving = any(read.is_asked or read.is_moving for read in load.reads.values())
         is_waiting = load.state is LoadState.READING and load.deadline <= now and not is_moving
         if is_waiting:  # other reads hold all slots, and the load waits while they make progress
             load.deadline = self._progress_at + self._timeout_s

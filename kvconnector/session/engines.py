@@ -358,7 +358,12 @@ class RemoteEngines:
         transfers, followed = loads.take_turn(limit, links)
         for worker in engine.workers.values():
             number = worker.heartbeat_sent(now)
-            beat = m.Heartbeat(transfers=transfers, number=number, followed=followed)
+            beat = m.Heartbeat(
+                transfers=transfers,
+                number=number,
+                followed=followed,
+                maps_pools=worker.link.maps_pools,
+            )
             self._links.send(worker.link, beat)
 
     def _lose(self, engine: RemoteEngine, event: Any, error: KVConnectorError, now: float) -> None:

@@ -35,6 +35,8 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
+import msgspec
+
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
@@ -44,7 +46,6 @@ from kvconnector.session.agenda import NEVER
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.program import Program
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -213,7 +214,7 @@ class Lease(Tracked[LeaseState]):
         return _is_same(self.secret, secret)
 
 
-class Send(Program, eq=False):
+class Send(msgspec.Struct, eq=False):
     """A consumer worker's read of a lease, from `began` until nothing reads its `blocks` any more. Session, port and
     data path pass this record to each other. `read` is the request, `source` the same cut into chunks.
     """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session.agenda import NEVER
-from kvconnector.session.program import Receive
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     from kvconnector.session.remote_engine import RemoteWorker
 
 
-class RankRead(Receive, eq=False):
+class RankRead(msgspec.Struct, eq=False):
     """A part of a load that is read from one producer worker: `source`, from its `remote_blocks` into our `blocks`.
     Session, port and data path pass this record to each other.
 
     `is_stopped`: no further chunk may be written. `is_asked`: the peer knows of the read. `is_peer_over`: the peer
     ended it, or is gone, and the data path knows how many chunks it sent. `deadline` is the time at which a peer that
     has not answered a cancellation is given up.
+
+    *Set by the data path:* a packed read that has slots has a `window` of them, and its chunks have consecutive tags
+    from `first_tag` on. A read that `is_moving` moves bytes; otherwise it waits for its turn. `share` is the fraction
+    of its bytes that has arrived, 0 if unknown.
     """
 
     read_id: int
@@ -34,6 +39,10 @@ class RankRead(Receive, eq=False):
     is_asked: bool = False
     is_peer_over: bool = False
     deadline: float = NEVER
+    window: int = 0
+    first_tag: int = 0
+    is_moving: bool = False
+    share: float = 0.0
 
     def __repr__(self) -> str:
         state = "stopped" if self.is_stopped else "asked" if self.is_asked else "begun"

@@ -285,7 +285,7 @@ class Races:
         with self.losing_messages():
             handles = {end.other.handle for end in channel.ends() if end.other}
             for link in driver.links:
-                if link.handle in handles:
+                if driver.links._connections[link].handle in handles:
                     driver.links.lose(link, PeerLostError("a race"))
             self._turn(2)
 

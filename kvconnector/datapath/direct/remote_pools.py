@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from kvconnector.datapath.direct.peer_memory import (
     map_allocations,
     map_file,
 )
+from kvconnector.datapath.lanes import Lane
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
 from kvconnector.wire.export import BOARD_OFFSET, PoolExport
@@ -40,7 +40,7 @@ class RemotePools:
             raise TransportError(
                 "pools of another kind of device", theirs=export.device, ours=device
             )
-        self.lanes: dict[Route, Any] = {}
+        self.lanes: dict[Route, tuple[Lane, ...]] = {}
         """The lanes of reads from these pools, by route. `Copies` makes them."""
         self.num_reads = 0
         """Number of direct reads of these pools that are not over. None begins once there is a `then`."""

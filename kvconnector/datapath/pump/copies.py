@@ -13,15 +13,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import sub
-from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, get_args
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.device_memory import FENCE_WORDS, Fences
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.lanes import IN_SLOT, Lane, Span, Window
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer
@@ -30,28 +30,30 @@ from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.reads import RankRead
 from kvconnector_kernels.pump.records import DIGEST_BYTES, num_words
 from kvconnector_kernels.relayout import (
-    BlockIdsAt,
-    BlockIdsError,
     Order,
     PackedSide,
-    PagedSide,
-    PartTable,
     RelayoutError,
     Side,
-    TokenRuns,
 )
-from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
-from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
+
+if TYPE_CHECKING:
+    import torch
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
-Jobs: TypeAlias = tuple[int, IdBuffer | None, Any]
-"""The address at which a compiled function finds a read's copies; a buffer that was lent for the read, to be given back
-once no copy is under way or will be; and memory to keep until then. At the address there is a row of words for each
-chunk, which begins with the chunk's `nbytes`, or the record of a direct read.
-"""
+
+class Jobs(NamedTuple):
+    """A read's copies: the `address` at which a compiled function finds them; a `buffer` that was lent for the read, to
+    be given back once no copy is under way or will be; and the `memory` to keep until then. At the address there is a
+    row of words for each chunk, which begins with the chunk's `nbytes`, or the record of a direct read.
+    """
+
+    address: int
+    buffer: IdBuffer | None
+    memory: object
+
 
 _MAX_ROUTES = 1 << 10
 
@@ -108,7 +110,7 @@ class Copies:
         self._slots = slots
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
-    def order_after(self, event: object, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
         """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded; None stands
         for the blocks of any request. Other copies may wait as well.
         """
@@ -138,15 +140,20 @@ class Copies:
             TransportError: the device takes no block ids.
         """
 
-    def template_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> Any:
-        """Return the data that a lane between these sides keeps for its jobs. `geometry` has no parts and no tokens."""
+    def words_of(
+        self, src: Side, dst: Side, geometry: CopyGeometry
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return `words` and `words_of_a_token` of a lane between these sides, see `Lane`. `geometry` has no parts and
+        no tokens.
+        """
+        return (), ()
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
         """Make jobs for a read that copies nothing, but receives the chunks that its producer may send."""
         words = np.zeros((source.num_chunks, num_words(self.job)), np.int64)
         nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         words[:, 0] = np.minimum(nbytes, slot_bytes)
-        return address_of(words), None, words
+        return Jobs(address_of(words), None, words)
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Prepare for `make_jobs` with this very sequence, which may never come."""
@@ -182,8 +189,9 @@ class Copies:
         for index, rows, tokens in source.cuts:
             lane, first_chunk, num_pieces = lanes[index], next_chunk, len(tokens) - 1
             next_chunk += (len(rows) - 1) * num_pieces
-            window: Any = lane.src if packing else lane.dst
-            slot: Any = lane.dst if packing else lane.src
+            window, slot = (lane.src, lane.dst) if packing else (lane.dst, lane.src)
+            assert isinstance(window, Window)  # as `_chunk_lanes` makes them
+            assert isinstance(slot, PackedSide)
             most_bytes = max(map(sub, rows[1:], rows)) * lane.token_bytes
             group = window.segment.group
             for piece, (first, stop) in enumerate(pairwise(tokens)):
@@ -204,8 +212,9 @@ class Copies:
         for lane, members, rows in zip(lanes, source.members, source.rows, strict=True):
             if not members:
                 continue
-            there: Any = lane.src
-            here: Any = lane.dst
+            there, here = lane.src, lane.dst
+            assert isinstance(there, Window)  # as `_read_lanes` makes them
+            assert isinstance(here, Window)
             theirs, ours = there.segment.group, here.segment.group
             blocks, num_blocks = read.remote_blocks[theirs], there.table.num_blocks
             # ours were checked when the engine named them
@@ -248,87 +257,8 @@ class Copies:
         """Raises RelayoutError: the sides do not hold these heads, or differ in what a token of a head is."""
         source, target = (end if isinstance(end, PackedSide) else end.side() for end in (src, dst))
         counts = {"num_parts": 0, "num_heads": segment.num_heads, "num_tokens": 0}
-        template = self.template_of(source, target, check_copy(source, target, **counts))
-        return Lane(src, dst, segment.num_heads, segment.part_token_bytes, template)
-
-
-Tokens: TypeAlias = tuple[int, int, int, int]
-"""A span's tokens: address of the block ids, their number, and `token_start` and `skip_tokens` as in `PagedSide`."""
-IN_SLOT: Tokens = (0, 0, 0, 0)
-
-
-class Window(msgspec.Struct, frozen=True, eq=False):
-    """A segment in a pool, for all reads on a route."""
-
-    table: PartTable
-    segment: SegmentWindow
-
-    def tokens(
-        self, first: int, num_tokens: int, part_stop: int, blocks: GroupBlocks, ids: int
-    ) -> Tokens:
-        """Return the place of a copy's tokens.
-
-        Args:
-            first: The first member of the segment's stripe that is copied.
-            num_tokens: Number of members that are copied.
-            part_stop: The index after the last part of the segment that is copied.
-            blocks: The request's blocks in the segment's group.
-            ids: The address at which the device reads their ids.
-
-        Raises:
-            RelayoutError: the pool has no such parts.
-            BlockIdsError: the tokens are not in the blocks.
-        """
-        segment, stripe, block_size = self.segment, self.segment.stripe, self.table.block_size
-        if segment.first_row + part_stop > self.table.num_parts:
-            last = segment.first_row + part_stop
-            raise RelayoutError(f"a copy ends at row {last} of {self.table.num_parts}")
-        num_ids, before = len(blocks.wire_ids) // 4, blocks.first_block * block_size
-        last = first + num_tokens - 1
-        if stripe.run == stripe.period:
-            start, skip, last = first - before, 0, last - before
-        else:
-            turn, skip = divmod(first, stripe.run)
-            start, last = stripe.first + turn * stripe.period - before, stripe.token(last) - before
-        if start + skip < 0 or last // block_size >= num_ids:
-            raise BlockIdsError(
-                f"a copy of tokens {start + skip} to {last + 1} of {num_ids} blocks of {block_size} tokens"
-            )
-        return ids, num_ids, start, skip
-
-    def side(self, tokens: Tokens | None = None) -> PagedSide:
-        """Return the window for kernels, at these tokens, or without any."""
-        ids, num_ids, start, skip = tokens or (ALIGN_BYTES, 0, 0, 0)
-        stripe, is_dense = self.segment.stripe, self.segment.stripe.is_dense
-        runs = ADJACENT if is_dense else TokenRuns(stripe.run, stripe.period, skip)
-        place = BlockIdsAt(ids, num_ids, self.table.device)
-        where = (self.segment.first_row, self.segment.head_start, start, runs)
-        return PagedSide(self.table, place, *where)
-
-
-class Lane(msgspec.Struct, frozen=True, eq=False):
-    """The data shared by all copies of a segment from `src` to `dst`. `token_bytes` are the bytes of one token of one
-    part, `template` is the data that the device keeps for its jobs.
-    """
-
-    src: Window | PackedSide
-    dst: Window | PackedSide
-    num_heads: int
-    token_bytes: int
-    template: Any = None
-
-
-class Span(NamedTuple):
-    """Copies of a lane that differ in their parts only. Of the read's `chunks`, the span's `i`-th has the segment's
-    parts from `rows[i]` to `rows[i + 1]`. A direct read has one chunk for each segment.
-    """
-
-    lane: Lane
-    src: Tokens
-    dst: Tokens
-    num_tokens: int
-    chunks: slice
-    rows: list[int]
+        words = self.words_of(source, target, check_copy(source, target, **counts))
+        return Lane(src, dst, segment.num_heads, segment.part_token_bytes, *words)
 
 
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.lanes import Span, Window
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     Copies,
     Jobs,
-    Span,
-    Window,
     address_of,
     packed_sides,
 )
@@ -76,10 +75,7 @@ class CpuCopies(Copies):
         self._min_shared_bytes = min_shared_bytes
         self._threads: CopyThreads | None = None
 
-    def template_of(
-        self, src: Side, dst: Side, geometry: CopyGeometry
-    ) -> tuple[list[int], list[int]]:
-        """Return the words of a job of one part without tokens, and what each further token adds to them."""
+    def words_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> tuple[list[int], list[int]]:
         empty, one = (geometry._replace(num_parts=1, num_tokens=count) for count in (0, 1))
         words, more = job_of(src, dst, empty), job_of(src, dst, one)
         return words, [after - before for before, after in zip(words, more, strict=True)]
@@ -101,7 +97,7 @@ class CpuCopies(Copies):
             words[:, _IS_STREAMED] = 1
         if self.digests is not None:
             words[:, _NBYTES] += DIGEST_BYTES
-        return address_of(words), None, (words, held)
+        return Jobs(address_of(words), None, (words, held))
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         # numpy takes several times as long to make an array and to give its address
@@ -123,7 +119,7 @@ class CpuCopies(Copies):
         if nbytes >= self._min_streamed_bytes:
             numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
         words = array("q", numbers)
-        return words.buffer_info()[0], None, (words, held)
+        return Jobs(words.buffer_info()[0], None, (words, held))
 
     def prepare(self, remote: RemotePools) -> None:
         if self._threads is not None or self._num_threads == 1:
@@ -142,7 +138,7 @@ class CpuCopies(Copies):
 
 def _job_of(span: Span) -> list[int]:
     """Return the words of a job with the first part of a span."""
-    words, more = span.lane.template
+    words, more = span.lane.words, span.lane.words_of_a_token
     job = [word + span.num_tokens * each for word, each in zip(words, more, strict=True)]
     for at, end, tokens in ((_SRC, span.lane.src, span.src), (_DST, span.lane.dst, span.dst)):
         if isinstance(end, Window):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvconnector.datapath.base import function_address
 from kvconnector.datapath.device_memory import FENCE_WORDS, Fences, addresses_of, await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -24,7 +25,6 @@ from kvconnector.datapath.pump.copies import (
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
-from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.reads import RankRead
@@ -40,6 +40,8 @@ from kvconnector_kernels.pump.records import (
 from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError, Side
 
 if TYPE_CHECKING:
+    import torch
+
     from kvconnector_kernels.relayout.launch import Kernel, PreparedLaunch
 
 NUM_STREAMS = 4
@@ -110,7 +112,7 @@ class CudaCopies(Copies):
         # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
-    def order_after(self, event: object, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
         self._cuda.cuCtxSetCurrent(self.begin[1])
         self.streams.order_after(event, requests)
 
@@ -137,7 +139,7 @@ class CudaCopies(Copies):
             raise
         if self.digests is not None:
             words[:, 0] += DIGEST_BYTES
-        return address_of(words), buffer, words
+        return Jobs(address_of(words), buffer, words)
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids right before its launches."""
@@ -155,7 +157,7 @@ class CudaCopies(Copies):
         except BaseException:
             buffer.give_back()
             raise
-        return address_of(memory), buffer, memory
+        return Jobs(address_of(memory), buffer, memory)
 
     def some_ids(self) -> BlockIdsAt:
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises
@@ -286,9 +288,9 @@ class CopyStreams:
         self.board, *self.copies = streams
         self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
 
-    def order_after(self, event: object, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
         # unlike torch's own calls these keep the GIL
-        mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
+        mark: int = event.cuda_event
         index, number = self.marks.add(requests)
         stream, passed = self.handles[index], self._passed[index]
         status = (

@@ -34,23 +34,21 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.pump.copies import Copies
-from kvconnector.datapath.pump.driver_lock import DriverLock
+from kvconnector.datapath.pump.direct_reads import MAX_READS, DirectReads
+from kvconnector.datapath.pump.loop import Loop
 from kvconnector.datapath.pump.pacing import (
     MAX_AWAITED_RUN_S,
     MAX_LEASE_RUN_S,
     MAX_RUN_S,
     NS_PER_S,
 )
-from kvconnector.datapath.pump.reads import MAX_READS, DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
-from kvconnector.datapath.pump.state import LOOK, LoopState
+from kvconnector.datapath.pump.state import LOOK
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -78,18 +76,14 @@ class DataPath:
         recv_slots: SlotPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.transport = transport
-        self.copies = copies
         self.board, self.export = board, export
-        self.events = EventQueue()
-        self.clock = clock
-        self.state = LoopState(transport, copies, config.spin_s(copies.pools.device))
-        self.lock = DriverLock(self.state)
-        self.warm_ups: dict[int, Callable[[KVConnectorError | None], None]] = {}
-        """By ticket, what takes the end of a warm-up message that the transport sends or receives."""
-        self.sends = Sends(self, config, send_slots)
-        self.receives = Receives(self, config, recv_slots)
-        self.reads = DirectReads(self, config.paths, is_enabled=reads_directly)
+        self._loop = loop = Loop(transport, copies, config.spin_s(copies.pools.device), clock)
+        self.transport, self.copies, self.clock = transport, copies, clock
+        self.events, self.state, self.lock = loop.events, loop.state, loop.lock
+        self.warm_ups = loop.warm_ups
+        self.sends = Sends(loop, config, send_slots)
+        self.receives = Receives(loop, config, recv_slots)
+        self.reads = DirectReads(loop, self.receives, config.paths, is_enabled=reads_directly)
         self._next_check_s = 0.0
         self._closed = False
 
@@ -116,7 +110,7 @@ class DataPath:
             if is_greeted or now_s >= self._next_check_s:
                 self._check_peers(now_s)
         if len(self.events) > num_events:
-            self.stay_awake()  # the engine or a peer waits for it
+            self._loop.stay_awake()  # the engine or a peer waits for it
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message
@@ -144,20 +138,9 @@ class DataPath:
         self.state.record.entering = LOOK
         return bool(look(self.state.address) != r.TIMEOUT)
 
-    def begin(self, passes: int) -> None:
-        """Run `passes` iterations of the loop, without releasing the GIL or the lock."""
-        self.state.record.entering = LOOK
-        for _ in range(passes):
-            if look(self.state.address) == r.NOTICE:
-                self.lock.notify()  # the next run would not find it again
-
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
         self.lock.release(self._prepared(timeout_s))
-
-    def stay_awake(self) -> None:
-        """Keep the loop spinning for a while: more is likely to come, and waking a thread costs more than the work."""
-        self.state.record.moved_ns = self.state.now_ns()
 
     def close(self) -> None:
         """Release everything. Idempotent."""

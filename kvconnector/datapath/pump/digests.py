@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from importlib import import_module
 
+from kvconnector.datapath.base import function_address
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
-from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector_kernels.pump.records import State
 
@@ -23,9 +24,8 @@ class Digests:
 
     def __init__(self, device: str, slot_bytes: int) -> None:
         try:
-            from xxhash import _xxhash  # type: ignore[attr-defined]  # what is compiled of it
-
-            self._library = ctypes.CDLL(_xxhash.__file__)
+            compiled = import_module("xxhash._xxhash")
+            self._library = ctypes.CDLL(compiled.__file__)
             self._functions = {"digest": function_address(self._library, "XXH3_64bits")}
         except (ImportError, OSError, AttributeError) as exc:
             raise ConfigError(

@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import (
-    Lane,
-    Span,
-    Tokens,
-    Window,
-    address_of,
-)
+from kvconnector.datapath.lanes import Lane, Span, Tokens, Window
+from kvconnector.datapath.pump.copies import address_of
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.copy_cuda import fill_jobs
 from kvconnector_kernels.relayout import PackedSide, PartTable, Side
@@ -66,9 +61,9 @@ class Launches:
             RelayoutError: See `prepare_launch`.
         """
         job, lane = self._job(span), span.lane
-        further = span.src[2] - job.starts[0], span.dst[2] - job.starts[1]
+        further = span.src.token_start - job.starts[0], span.dst.token_start - job.starts[1]
         counts = span.num_tokens - job.num_tokens, span.num_tokens
-        ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
+        ids, parts = (span.src.ids, span.dst.ids), (_first_part(lane.src), _first_part(lane.dst))
         part_bytes = span.num_tokens * lane.token_bytes
         limits = self._max_programs, max_uncapped_bytes
         edges, (first, _, step) = np.array(span.rows, np.int64), span.chunks.indices(len(words))
@@ -113,7 +108,7 @@ def _kind(end: Window | PackedSide, tokens: Tokens) -> tuple[object, ...] | None
         return (end.order,)
     if not end.segment.stripe.is_dense:
         return None
-    return end.table, end.segment.head_start, tokens[2] % end.table.block_size
+    return end.table, end.segment.head_start, tokens.token_start % end.table.block_size
 
 
 def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
@@ -141,7 +136,7 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
     tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
-    starts = span.src[2], span.dst[2]
+    starts = span.src.token_start, span.dst.token_start
     return _Job(terms, r.LaunchRecord(*ids, *parts, *tiles, *shape), starts, span.num_tokens)
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.session.program import Program
+from kvconnector.datapath.pump.copies import Jobs
+from kvconnector.datapath.pump.loop import Loop
+from kvconnector.errors import KVConnectorError
 from kvconnector_kernels.pump import records as r
 
-if TYPE_CHECKING:
-    from kvconnector.datapath.pump.datapath import DataPath
-
 _FIRST_CAPACITY = 16
+
+
+class Program(msgspec.Struct, eq=False, kw_only=True):
+    """A read as the data path runs it: its `row` in the compiled loop (-1 if it has none) and that row's `jobs`.
+    `error` says why it ends early if the loop does not know.
+    """
+
+    row: int = -1
+    jobs: Jobs | None = None
+    error: KVConnectorError | None = None
+
 
 T = TypeVar("T", bound=Program)
 
@@ -22,8 +33,8 @@ T = TypeVar("T", bound=Program)
 class Programs(Generic[T]):
     """The programs of one `kind`, a name of `records.ARRAYS`, and their rows, which grow as needed."""
 
-    def __init__(self, path: DataPath, kind: str) -> None:
-        self.path = path
+    def __init__(self, loop: Loop, kind: str) -> None:
+        self.loop = loop
         self._kind = kind
         self._fields = r.ARRAYS[kind].names or ()
         self._vacant: list[int] = []
@@ -35,12 +46,9 @@ class Programs(Generic[T]):
         self._vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
         self.rows = rows
         self._numbers = r.numbers_of(rows)
-        state = self.path.state.record
+        state = self.loop.state.record
         setattr(state, self._kind, rows.ctypes.data)
         setattr(state, f"num_{self._kind}", len(rows))
-
-    def __contains__(self, program: Program) -> bool:
-        return self.active.get(program.row) is program
 
     def values(self, program: T) -> dict[str, int]:
         """Return the fields of a program's row by name."""
@@ -53,24 +61,25 @@ class Programs(Generic[T]):
         """Change one field of a program's row."""
         self._numbers[program.row * len(self._fields) + self._fields.index(name)] = value
 
-    def run(self, program: T, **values: int) -> None:
-        """Give a program a row with these fields, and let the loop run its jobs. The other fields are zero."""
+    def run(self, program: T, jobs: Jobs, **values: int) -> None:
+        """Give a program a row with these fields, and let the loop run the jobs. The other fields are zero."""
         if not self._vacant:
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         index = program.row = self._vacant.pop()
-        begun = {"phase": r.RUNNING, "jobs": program.jobs[0]}
+        program.jobs = jobs
+        begun = {"phase": r.RUNNING, "jobs": jobs.address}
         row = dict.fromkeys(self._fields, 0) | values | begun
         first = index * len(row)
         self._numbers[first : first + len(row)] = array("l", row.values())
         self.active[index] = program
 
     def forget(self, program: T) -> None:
-        """Take the jobs of a program that is over, or will not begin, and its row if it has one."""
+        """Take the jobs of a program that is over, or will not begin, and its row, if it has any."""
         index, program.row = program.row, -1
         if index >= 0:
             self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
             self._vacant.append(index)
             del self.active[index]
-        buffer, program.jobs = program.jobs[1], None
-        if buffer is not None:
-            buffer.give_back()
+        jobs, program.jobs = program.jobs, None
+        if jobs is not None and jobs.buffer is not None:
+            jobs.buffer.give_back()

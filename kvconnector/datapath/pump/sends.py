@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.pump.loop import Loop
 from kvconnector.datapath.pump.pacing import NS_PER_S
-from kvconnector.datapath.pump.programs import Programs
+from kvconnector.datapath.pump.programs import Program, Programs
 from kvconnector.datapath.pump.state import error_of
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
@@ -26,9 +26,6 @@ from kvconnector.wire.messages import Hello, Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
-if TYPE_CHECKING:
-    from kvconnector.datapath.pump.datapath import DataPath
-
 logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
@@ -39,97 +36,109 @@ FIRST_PASSES = 4
 """Passes of the loop within which a GPU's first chunk is packed and posted."""
 
 
-class Sends(Programs[Send]):
+class Sending(Program, eq=False, kw_only=True):
+    """A `send` that the loop runs."""
+
+    send: Send
+
+
+class Sends(Programs[Sending]):
     """All sends of one worker. They take turns with the slots, one chunk each, so that a long send delays a short one
     by a few chunks only.
 
     The slots of sends that were given up are quarantined for `peer.timeout_s`.
     """
 
-    def __init__(self, path: DataPath, config: ConnectorConfig, slots: SlotPool) -> None:
-        super().__init__(path, "sends")
+    def __init__(self, loop: Loop, config: ConnectorConfig, slots: SlotPool) -> None:
+        super().__init__(loop, "sends")
         self.slots = slots
-        slots.attach(path.state.record, "send_slots", path.copies.make_fences(len(slots.rows)))
-        self._transport = path.transport
+        slots.attach(loop.state.record, "send_slots", loop.copies.make_fences(len(slots.rows)))
+        self._transport = loop.transport
+        self._by_send: dict[Send, Sending] = {}
+        self._endpoints: dict[Link, int] = {}
+        """The endpoints to consumer workers."""
         self._quarantine_s = config.peer.timeout_s
         self._has_sent = False
         self.may_hold_slots = False
         """True if sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
-        active = [send.read.read_id for send in self.active.values()]
+        active = [each.send.read.read_id for each in self.active.values()]
         return f"<Sends active {active}, {self.slots!r}>"
 
     def open_endpoint(self, link: Link, hello: Hello) -> None:
         """Connect to a consumer worker and send it the warm-up message. `EndpointOpened` or `LinkLost` follows."""
         try:
-            link.endpoint = self._transport.connect(hello.transport_address)
+            self._endpoints[link] = self._transport.connect(hello.transport_address)
             self._warm_up(link, hello.warm_up_tag, hello.warm_up_bytes)
         except KVConnectorError as error:
-            self.path.events.append(ev.LinkLost(link, error))
+            self.loop.events.append(ev.LinkLost(link, error))
         else:
-            self.path.events.append(ev.EndpointOpened(link))
+            self.loop.events.append(ev.EndpointOpened(link))
 
     def probe(self, link: Link, probe: Probe) -> None:
         """Send the messages by which a consumer worker measures bandwidth, unless it is lost."""
-        for index in range(probe.count if link.endpoint else 0):
+        for index in range(probe.count if link in self._endpoints else 0):
             self._warm_up(link, probe.first_tag + index, probe.nbytes)
 
     def _warm_up(self, link: Link, tag: int, nbytes: int) -> None:
         """Send a consumer worker a message whose bytes mean nothing."""
-        ticket = self._transport.send(link.endpoint, tag, self.slots.scratch(nbytes))
-        self.path.warm_ups[ticket] = partial(self._warmed_up, link)
-        self.path.lock.is_handshaking = True
+        ticket = self._transport.send(self._endpoints[link], tag, self.slots.scratch(nbytes))
+        self.loop.warm_ups[ticket] = partial(self._warmed_up, link)
+        self.loop.lock.is_handshaking = True
 
     def _warmed_up(self, link: Link, error: KVConnectorError | None) -> None:
-        if not link.endpoint:
+        endpoint = self._endpoints.get(link)
+        if endpoint is None:
             return
         if error is None:
-            self._log_lanes(link.endpoint)
+            self._log_lanes(endpoint)
         else:
-            self.path.events.append(ev.LinkLost(link, error))
+            self.loop.events.append(ev.LinkLost(link, error))
 
     def close_endpoint(self, link: Link) -> None:
         """Stop the sends to a consumer worker and disconnect from it, if there is one at `link`."""
-        if link.number < 0 and link.endpoint:
+        if link in self._endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            self._transport.disconnect(link.endpoint)
-            link.endpoint = 0
+            self._transport.disconnect(self._endpoints.pop(link))
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Prepare for a read of these blocks, if reads have been packed before. The read's `Send` has the same
         sequence.
         """
         if self._has_sent:
-            self.path.copies.expect(blocks)
+            self.loop.copies.expect(blocks)
 
     def submit(self, send: Send) -> None:
         """Stream a read to a consumer worker. `SendOver` follows."""
-        path = self.path
-        path.stay_awake()
+        loop, endpoint = self.loop, self._endpoints.get(send.link)
+        loop.stay_awake()
         self._has_sent = True
         try:
-            if not send.link.endpoint:
+            if endpoint is None:
                 raise PeerLostError("the consumer's endpoint was closed")
-            send.jobs = path.copies.make_jobs(send.source, send.blocks, packing=True)
+            jobs = loop.copies.make_jobs(send.source, send.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            path.events.append(ev.SendOver(send, 0, as_connector_error(error)))
+            loop.events.append(ev.SendOver(send, 0, as_connector_error(error)))
             return
+        sending = self._by_send[send] = Sending(send=send)
         self.run(
-            send,
+            sending,
+            jobs,
             first_tag=send.read.first_tag,
             num_chunks=send.source.num_chunks,
             window=send.read.window,
-            owner=send.link.endpoint,
+            owner=endpoint,
         )
         # the consumer waits for the first chunk, and Python would run for a while before it enters the loop
         self.refresh_endpoints()
-        path.begin(FIRST_PASSES if path.copies.on_gpu else 1)
+        loop.begin(FIRST_PASSES if loop.copies.on_gpu else 1)
 
     def stop(self, send: Send) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
-        if send in self:
-            self.set(send, "stopped", 1)
+        sending = self._by_send.get(send)
+        if sending is not None:
+            self.set(sending, "stopped", 1)
 
     def _log_lanes(self, endpoint: int) -> None:
         """Log the lanes of packed reads by a consumer."""
@@ -137,7 +146,7 @@ class Sends(Programs[Send]):
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
         if (
             lanes
-            and self.path.copies.on_gpu
+            and self.loop.copies.on_gpu
             and not any(name.startswith(GPU_LANES) for name in names)
         ):
             logger.warning(
@@ -157,42 +166,46 @@ class Sends(Programs[Send]):
 
     def refresh_endpoints(self) -> None:
         """Look up the endpoints of all sends, before each run of the loop: handles change, and a lost peer has none."""
-        for send in self.active.values():
-            if send.error is None:
+        for sending in self.active.values():
+            if sending.error is None:
+                link = sending.send.link
                 try:
-                    self.set(send, "endpoint", self._transport.endpoint_handle(send.link.endpoint))
+                    handle = self._transport.endpoint_handle(self._endpoints.get(link, 0))
+                    self.set(sending, "endpoint", handle)
                 except KVConnectorError as error:
-                    self._fail(send.link, error)
+                    self._fail(link, error)
 
     def poll(self) -> None:
         """Report the sends that ended."""
-        for send in list(self.active.values()):
-            row = self.values(send)
+        for sending in list(self.active.values()):
+            row = self.values(sending)
             if row["phase"] == r.OVER:
-                self._end(send, row)
-                self.forget(send)
+                self._end(sending, row)
+                self.forget(sending)
+                del self._by_send[sending.send]
 
     def release(self) -> None:
         """Send nothing more, and leave operations under way to the transport. Its endpoints stay open."""
         closed, slots = TransportError("the data path was closed"), self.slots.rows
-        for link in {send.link for send in self.active.values()}:
+        for link in {each.send.link for each in self.active.values()}:
             self._give_up(link, closed)
         self._abandon(slots["state"] == r.POSTED)
 
     def _fail(self, link: Link, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        if link.endpoint:  # otherwise we closed it ourselves
-            self.path.events.append(ev.LinkLost(link, error))
+        if link in self._endpoints:  # otherwise we closed it ourselves
+            self.loop.events.append(ev.LinkLost(link, error))
 
     def _give_up(self, link: Link, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. UCX may still read slots in flight to it, so their memory is quarantined."""
         slots = self.slots.rows
-        for send in self.active.values():
-            if send.link is link:
-                send.error = send.error or error
-                self.set(send, "stopped", 1)
-        if link.endpoint:
-            self._abandon((slots["state"] == r.POSTED) & (slots["owner"] == link.endpoint))
+        for sending in self.active.values():
+            if sending.send.link is link:
+                sending.error = sending.error or error
+                self.set(sending, "stopped", 1)
+        endpoint = self._endpoints.get(link)
+        if endpoint is not None:
+            self._abandon((slots["state"] == r.POSTED) & (slots["owner"] == endpoint))
 
     def _abandon(self, in_flight: npt.NDArray[np.bool_]) -> None:
         """Leave these slots' operations to the transport, and quarantine their memory."""
@@ -211,24 +224,24 @@ class Sends(Programs[Send]):
             self._quarantine(slot)
 
     def _quarantine(self, slot: int) -> None:
-        clock, until_s = self.path.clock, self.path.clock() + self._quarantine_s
+        clock, until_s = self.loop.clock, self.loop.clock() + self._quarantine_s
         self.slots.quarantine(slot, lambda: clock() >= until_s)
 
-    def _end(self, send: Send, row: dict[str, int]) -> None:
-        posted = row["num_posted"]
+    def _end(self, sending: Sending, row: dict[str, int]) -> None:
+        send, posted = sending.send, row["num_posted"]
         phases = tuple(
             Phase(name, row[first] / NS_PER_S, row[last] / NS_PER_S)
             for name, first, last in _PHASES
             if row[last]
         )
-        error = send.error
+        error = sending.error
         if error is None and row["error_kind"] != r.NO_ERROR:
             error = error_of(row, self._transport)
         if posted == row["num_chunks"] and error is None:
-            self.path.events.append(ev.SendOver(send, phases=phases))
+            self.loop.events.append(ev.SendOver(send, phases=phases))
         else:
             self._take_failed()
             self.may_hold_slots = True
-            if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
+            if row["error_kind"] == r.UCX_ERROR and sending.error is None and error is not None:
                 self._fail(send.link, error)
-            self.path.events.append(ev.SendOver(send, posted, error, phases))
+            self.loop.events.append(ev.SendOver(send, posted, error, phases))

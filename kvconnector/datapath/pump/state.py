@@ -10,19 +10,17 @@ import os
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.datapath.base import function_address
 from kvconnector.datapath.pump import pacing
+from kvconnector.datapath.pump.copies import Copies
 from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.ucx import UcxTransport, abi
 from kvconnector_kernels.pump import records as r
-
-if TYPE_CHECKING:
-    from kvconnector.datapath.pump.copies import Copies
 
 LOOK = r.NOBODY
 """The run of a single pass that keeps the GIL and the lock: to the loop its owner is inline."""
@@ -41,13 +39,6 @@ _UCP_FUNCTIONS = {
 }
 _LIBC_FUNCTIONS = ("clock_gettime", "usleep")
 """libc's, by address so that a test can replace them."""
-
-
-def function_address(library: Any, name: str) -> int:
-    """Return the address of a C function."""
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert address is not None  # getattr would have raised
-    return address
 
 
 def error_of(row: Mapping[str, int], transport: UcxTransport) -> KVConnectorError | None:
@@ -136,7 +127,7 @@ class LoopState:
         self.runs[owner].num_fds = len(watched)
 
 
-def _request_params(recv_info: r.TagInfo, *, on_gpu: bool) -> list[Any]:
+def _request_params(recv_info: r.TagInfo, *, on_gpu: bool) -> list[ctypes.Structure]:
     """Return the parameters of sends, and of receives that leave tag and length in `recv_info`."""
     # a pointer's device is stated for host memory only: UCX identifies a GPU by more than its kind
     known = 0 if on_gpu else abi.OP_FIELD_MEMORY_TYPE

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import IN_SLOT, Lane, Span, Window
+from kvconnector.datapath.lanes import IN_SLOT, Lane, Span, Window
 from kvconnector.datapath.pump.launches import Launches, windows_of
 from kvconnector.layout import ALL_TOKENS, GroupBlocks, Stripe
 from kvconnector.planning import SegmentWindow

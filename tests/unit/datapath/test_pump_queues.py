@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvconnector.datapath.pump.reads import MAX_READS
+from kvconnector.datapath.pump.direct_reads import MAX_READS
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
@@ -58,7 +58,8 @@ def test_stopping_a_send_does_not_grow_with_other_sends(make_pair, num_sends):
     posted = pair.ask(1, receive)
     begun = [pair.serve(posted, send) for _ in range(num_sends)]
     assert lines_of(lambda: pair.p.path.sends.stop(begun[-1])) < 30
-    assert pair.p.path.sends.values(begun[-1])["stopped"]
+    sends = pair.p.path.sends
+    assert sends.values(sends._by_send[begun[-1]])["stopped"]
 
 
 def _finished(pair):

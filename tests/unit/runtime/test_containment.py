@@ -191,8 +191,9 @@ def test_a_message_that_is_too_long_for_the_peer_fails_its_request(monkeypatch, 
     is_followed = side == "producer"
     load = partial(_loaded, deployment, is_followed=is_followed)
     assert load("short", [1, 2], [3, 4]) is None
-    (link,) = (p if is_followed else d).workers[0].driver.links
-    link.max_message_bytes = max(lengths) + 60
+    driver = (p if is_followed else d).workers[0].driver
+    (link,) = driver.links
+    driver.links.limit_messages(link, max(lengths) + 60)
     failed = load("long", [*range(31)], [*range(31)])
     assert "message is too long" in failed
     assert load("short again", [1, 2], [3, 4]) is None

@@ -180,7 +180,7 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
     driver = p.driver
     (link,) = driver.links
     batch = encode_batch([encode(m.Heartbeat(transfers=(), number=1))] * (sent // 250))
-    arrived = [Received(link.handle, batch)] * 250
+    arrived = [Received(driver.links._connections[link].handle, batch)] * 250
 
     def poll(timeout_s):
         taken, arrived[:] = [*arrived], []

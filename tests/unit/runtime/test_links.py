@@ -11,7 +11,6 @@ from kvconnector.wire import decode, decode_batch, encode, encode_batch, version
 from kvconnector.wire import messages as m
 from kvconnector.wire.versions import SPOKEN
 from tests.support.inproc_control import ControlHub
-from tests.support.loopback import LoopbackNetwork
 
 LIMIT_BYTES = 4096
 
@@ -19,13 +18,11 @@ LIMIT_BYTES = 4096
 class Side:
     """One worker."""
 
-    def __init__(self, network, hub, *, max_message_bytes=LIMIT_BYTES):
-        self.transport = network.transport()
+    def __init__(self, hub, *, max_message_bytes=LIMIT_BYTES):
         self.control = hub.open()
         self.lost = []
         self.links = Links(
             self.control,
-            self.transport,
             ControlConfig(max_message_bytes=max_message_bytes),
             report=self.lost.append,
         )
@@ -52,19 +49,17 @@ class Pair:
     """A consumer that has greeted a producer."""
 
     def __init__(self, consumer=None, producer=None):
-        self.network, hub = LoopbackNetwork(), ControlHub(seed=0)
-        self.d = Side(self.network, hub, **(consumer or {}))
-        self.p = Side(self.network, hub, **(producer or {}))
+        hub = ControlHub(seed=0)
+        self.d = Side(hub, **(consumer or {}))
+        self.p = Side(hub, **(producer or {}))
 
     def greet(self):
         d, p = self.d, self.p
         d.links.open(Link(1), p.control.address, "", SPOKEN.newest)
         d.send("hello")
         assert texts(p.poll()) == ["hello"]
-        p.link.endpoint = p.transport.connect(d.transport.address)
         p.send("welcome", m.HelloReply, incarnation="p")
         assert texts(d.poll()) == ["welcome"]
-        d.links.open_endpoint(d.link, p.transport.address)
         return self
 
 
@@ -75,7 +70,7 @@ def pair():
 
 @pytest.mark.parametrize("stated_bytes", [2000, 0, 1 << 30])
 def test_a_message_is_as_long_as_both_sides_allow(pair, stated_bytes):
-    pair.d.link.max_message_bytes = stated_bytes
+    pair.d.links.limit_messages(pair.d.link, stated_bytes)
     limit_bytes = 2000 if stated_bytes == 2000 else LIMIT_BYTES
     envelope_bytes = len(encode(m.Bye(text="x" * 1000))) - 1000
     longest = "x" * (limit_bytes - envelope_bytes)

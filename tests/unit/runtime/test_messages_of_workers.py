@@ -122,9 +122,9 @@ def test_each_confused_peer_is_warned_of_once(deploy, caplog):
     deployment.request("r")
     assert deployment.world.run(deployment.world.is_quiet)
     for worker in deployment.d.workers:
-        (link,) = worker.driver.links
+        (connection,) = worker.driver.links._connections.values()
         for _ in range(2):
-            worker.control.send(link.handle, encode(m.HelloReply(incarnation="i")))
+            worker.control.send(connection.handle, encode(m.HelloReply(incarnation="i")))
     deployment.world.turn()
     for worker in deployment.d.workers:
         assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1

@@ -33,11 +33,11 @@ class MappingPath:
         def open(self, link, export):
             if not self.can_map:
                 raise TransportError("another host")
-            link.pools = self
+            link.maps_pools = True
             return "mapped"
 
         def close(self, link, then):
-            if link.pools is None:
+            if not link.maps_pools:
                 then()
             else:
                 self.unmapping.append(then)
@@ -95,7 +95,7 @@ def say_goodbye(driver):
 
 def say_nonsense(driver):
     (link,) = driver.links
-    driver.links.control.send(link.handle, b"nonsense")
+    driver.links.control.send(driver.links._connections[link].handle, b"nonsense")
 
 
 @pytest.mark.parametrize("end", [say_goodbye, say_nonsense])

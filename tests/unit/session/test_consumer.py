@@ -71,7 +71,7 @@ def test_a_direct_read_that_hangs_is_given_up_like_any_other(side):
     (other,) = harness.of(side.handle(harness.load_request("x")), "start_receive")
     side.handle(harness.posted(other.read))
     (begun,) = harness.of(side.handle(harness.load_request()), "start_receive")
-    begun.read.row = 3  # it moves bytes
+    begun.read.is_moving = True
     stopped = []
     for _ in range(13):
         side.handle(ev.ReceiveAdvanced(other.read), harness.heartbeat_reply(link))
