@@ -19,10 +19,8 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import NEVER
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
-from kvconnector.session.load import Load
+from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
-from kvconnector.session.reads import RankRead
-from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, RankGeometry, Segment
 from kvconnector.wire import encode

@@ -37,11 +37,10 @@ from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
-from kvconnector.session import events as ev
-from kvconnector.session.link import Link
+from kvconnector.session.link import FromPeer, Link
+from kvconnector.session.load import RemoteWorker
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.session.port import Ports
-from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.address import WorkerAddress
@@ -129,14 +128,14 @@ class _Session(ConsumerSession):
     @property
     def error(self) -> KVConnectorError | None:
         """The reason for the loss of the engine; None if it was not lost."""
-        return None if self.engine.loss is None else self.engine.loss.error
+        return self.engine.loss
 
     def handle(self, event: object, now: float) -> None:
         super().handle(event, now)
         match event:
-            case ev.FromPeer(link, m.HelloReply() as reply):
+            case FromPeer(link, m.HelloReply() as reply):
                 self.replies[link] = reply
-            case ev.FromPeer(link, m.HeartbeatReply()):
+            case FromPeer(link, m.HeartbeatReply()):
                 sent_s = {each.link: each.alive_at for each in self.engine.workers.values()}
                 self.round_trips_s[link].append(now - sent_s[link])
 

@@ -9,7 +9,7 @@ from collections import deque
 
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector_kernels.relayout import RelayoutError
 
 

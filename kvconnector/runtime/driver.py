@@ -54,7 +54,7 @@ from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import events as ev
 from kvconnector.session.containment import failure_of, guarded
-from kvconnector.session.link import Link
+from kvconnector.session.link import Link, kind_of
 from kvconnector.session.orders import (
     GrowRequest,
     HoldRequest,
@@ -243,7 +243,7 @@ class Driver:
         events, num_reports = self._events, self._outbox.num_reports
         for _ in range(MAX_ROUNDS):
             while events and (now := self.clock()) <= self._late_at:
-                if inline and ev.kind_of(events[0]) in _SLOW:
+                if inline and kind_of(events[0]) in _SLOW:
                     self.links.flush()
                     return False
                 had_unsent = bool(self.links.with_unsent)
@@ -339,9 +339,7 @@ class Driver:
         session has not changed, and goes on.
         """
         peer = "this engine" if link is None else self.links.peer_of(link)
-        self.links.refusals.note(
-            f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
-        )
+        self.links.refusals.note(f"{peer}'s {kind_of(event).__name__}", type(error).__name__, error)
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
             self._outbox.load_ended(event.request_id, error)

@@ -25,10 +25,8 @@ from kvconnector.session import events as ev
 from kvconnector.session.containment import WorkerFault
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
-from kvconnector.session.load import Load
+from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
-from kvconnector.session.reads import RankRead
-from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, Segment
 from kvconnector.transport.ucx import UcxTransport

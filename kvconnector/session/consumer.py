@@ -35,19 +35,68 @@ from kvconnector.session.containment import (
     settle,
 )
 from kvconnector.session.engines import RemoteEngines
-from kvconnector.session.link import Link
-from kvconnector.session.load import Load, LoadState
+from kvconnector.session.link import FromPeer, Link, kind_of
+from kvconnector.session.load import Load, LoadState, RankRead, RemoteEngine
+from kvconnector.session.machine import Table, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.port import Ports
-from kvconnector.session.reads import RankRead
-from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
 
+_S = LoadState
+_ENDED = frozenset({_S.FAILED, _S.ABORTED})
+
+LOAD_TABLE: Table[LoadState] = Table(
+    "load",
+    _S.WANTED,
+    {
+        _S.WANTED: {
+            LoadRequest: frozenset(
+                {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
+            ),
+            DropRequest: frozenset({_S.ABORTED}),
+            **staying(_S.WANTED, m.Progress, ev.EngineLost, ev.Tick),
+        },
+        _S.CONNECTING: {
+            ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),
+            ev.EngineLost: frozenset({_S.FAILED}),
+            m.Progress: frozenset({_S.CONNECTING, _S.FAILED, _S.ABORTED}),
+            DropRequest: frozenset({_S.ABORTED}),
+            ev.Tick: frozenset({_S.FAILED}),
+        },
+        _S.FOLLOWING: {
+            m.Progress: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
+            ev.EngineLost: frozenset({_S.FAILED}),
+            DropRequest: frozenset({_S.ABORTED}),
+            ev.Tick: frozenset({_S.FAILED}),
+        },
+        _S.READING: {
+            ev.ReceivePosted: frozenset({_S.READING}),
+            m.Progress: frozenset({_S.READING, _S.DRAINING}),
+            ev.ReceiveFinished: frozenset({_S.READING, _S.FOLLOWING, _S.DONE, _S.FAILED}),
+            ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
+            m.ReadRefused: frozenset({_S.DRAINING}),
+            m.ReadEnded: frozenset({_S.DRAINING}),
+            ev.EngineLost: frozenset({_S.DRAINING}),
+            DropRequest: frozenset({_S.DRAINING}),
+            ev.Tick: frozenset({_S.DRAINING}),
+        },
+        _S.DRAINING: {
+            ev.ReceiveFinished: _ENDED | {_S.DRAINING},
+            ev.ReceiveFailed: _ENDED | {_S.DRAINING},
+            ev.ReceiveStopped: _ENDED | {_S.DRAINING},
+            DropRequest: frozenset({_S.DRAINING}),
+        },
+        _S.DONE: {},
+        _S.FAILED: {},
+        _S.ABORTED: {},
+    },
+)
+
 
 class ConsumerSession:
-    """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states.
+    """All loads of one consumer worker. `handle` is the only way in.
 
     `orders[group, family]` is the order in which this worker unpacks a segment fastest. `stream`: read prompts that are
     still being computed. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is due.
@@ -103,7 +152,7 @@ class ConsumerSession:
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
             self._fail_if_lost(event.read, now)
-        handler = self._HANDLERS.get(ev.kind_of(event))
+        handler = self._HANDLERS.get(kind_of(event))
         if handler is None:  # the event concerns a link
             self._engines.handle(event, now)
         else:
@@ -123,21 +172,21 @@ class ConsumerSession:
     def _wanted(self, event: WantRequest, now: float) -> None:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        load = Load(event, self._engines.engine_of(event.engine), now)
+        load = Load(LOAD_TABLE, event, self._engines.engine_of(event.engine), now)
         self._loads[load.request_id] = load
         load.engine.loads.add(load)
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
         self._engines.want(event, now)
 
-    def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> None:
+    def _progressed(self, event: FromPeer[m.Progress], now: float) -> None:
         engine = self._engines.ready_at(event.link)
         loads = () if engine is None else engine.loads.following(event.message.transfer_id)
         for load in loads:
             if event.message.secret in ("", load.key.secret):
                 guarded(partial(self._end_load, load, now), self._take_report, load, event, now)
 
-    def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
+    def _take_report(self, load: Load, event: FromPeer[m.Progress], now: float) -> None:
         load.accept(event, now)
         try:
             is_new = load.record_progress(event.link.number, event.message)
@@ -258,7 +307,7 @@ class ConsumerSession:
             load.note_filled()
             self._advance(load, now)  # its engine is ready: a loss would be the load's error
 
-    def _read_cut_short(self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
+    def _read_cut_short(self, event: FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
         ended, read = event.message, self._read_named(event)
         # a peer may end a read once, and only after it was asked for it
         if read is None or not read.is_asked or read.is_peer_over:
@@ -269,7 +318,7 @@ class ConsumerSession:
             error = refusal_error(ended.refusal, ended.text, rank=str(read.source.source))
             self._fail(read.load, error, now)
 
-    def _read_named(self, event: ev.FromPeer[Any]) -> RankRead | None:
+    def _read_named(self, event: FromPeer[Any]) -> RankRead | None:
         """Return the read that a producer worker says has ended, if it is one from that worker."""
         if not isinstance(event.message, m.ReadRefused | m.ReadEnded):
             return None
@@ -299,10 +348,10 @@ class ConsumerSession:
 
     def _fail_if_lost(self, read: RankRead, now: float) -> None:
         """Fail the load of `read` now if its engine was lost, although its turn in the backlog has not come yet."""
-        lost = read.load.engine.loss
-        if lost is not None and read.is_peer_over and not read.is_stopped:
-            read.load.accept(lost, now)
-            self._fail(read.load, lost.error, now)
+        engine = read.load.engine
+        if engine.loss is not None and read.is_peer_over and not read.is_stopped:
+            read.load.accept(ev.EngineLost(engine, engine.loss), now)
+            self._fail(read.load, engine.loss, now)
 
     def _work_off(self, now: float) -> None:
         """Begin or fail at most `MAX_AT_ONCE` of the loads whose engine became ready or was lost."""
@@ -429,17 +478,17 @@ class ConsumerSession:
             self._end_load(event.read.load, now, error)
         elif isinstance(event, WantRequest | LoadRequest | DropRequest):
             self._contain_order(event, error, now)
-        elif isinstance(event, ev.FromPeer) and isinstance(event.message, m.Progress):
+        elif isinstance(event, FromPeer) and isinstance(event.message, m.Progress):
             self._engine.note_contained(f"progress of {event.message.transfer_id}", error)
             engine = self._engines.ready_at(event.link)
             for load in () if engine is None else engine.loads.following(event.message.transfer_id):
                 self._stop_load(load, now, error)
-        elif isinstance(event, ev.FromPeer) and (read := self._read_named(event)) is not None:
+        elif isinstance(event, FromPeer) and (read := self._read_named(event)) is not None:
             if read.is_asked and not read.is_peer_over:
                 self._peer_ended(read, event.message, now)
             self._end_load(read.load, now, error)
         else:
-            self._engine.note_contained(f"a {ev.kind_of(event).__name__}", error)
+            self._engine.note_contained(f"a {kind_of(event).__name__}", error)
 
     def _contain_order(
         self, order: WantRequest | LoadRequest | DropRequest, error: Exception, now: float

@@ -40,7 +40,7 @@ from kvconnector.errors import (
     LocalProtocolError,
     UnknownRequestError,
 )
-from kvconnector.session import events as ev
+from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import Order
 
 _REFUSALS = frozenset({LocalError, UnknownRequestError, LocalProtocolError})
@@ -54,7 +54,7 @@ class WorkerFault(Exception):
 
 def is_refusal(event: object, error: Exception) -> bool:
     """Returns True if an order of the engine or a message of a peer was refused, and nothing has changed."""
-    return type(error) in _REFUSALS and isinstance(event, Order | ev.FromPeer)
+    return type(error) in _REFUSALS and isinstance(event, Order | FromPeer)
 
 
 def failure_of(error: Exception) -> KVConnectorError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
+    IncompatiblePeerError,
     KVConnectorError,
     PeerLostError,
     PeerUnreachableError,
@@ -20,17 +21,12 @@ from kvconnector.planning import plan_routes
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.containment import failure_of, guarded
-from kvconnector.session.link import Link
+from kvconnector.session.link import FromPeer, Link, kind_of
+from kvconnector.session.load import EngineState, RemoteEngine, RemoteWorker
+from kvconnector.session.machine import Table, staying
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.port import Ports
-from kvconnector.session.remote_engine import (
-    EngineState,
-    RemoteEngine,
-    RemoteWorker,
-    geometry_of,
-    look_up,
-)
-from kvconnector.topology import TpKVTopology
+from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error, versions
 
@@ -41,6 +37,44 @@ once on two cores took more than 10 s.
 
 QUICK_GREETING_S = 1.0
 """Heartbeats begin this many seconds after an engine's ranks are known, greeted or not. Most greetings are quicker."""
+
+
+_S = EngineState
+
+ENGINE_TABLE: Table[EngineState] = Table(
+    "remote engine",
+    _S.UNKNOWN,
+    {
+        _S.UNKNOWN: {WantRequest: frozenset({_S.RESOLVING, _S.QUEUED})},
+        _S.QUEUED: {
+            **staying(_S.QUEUED, WantRequest),
+            ev.Tick: frozenset({_S.RESOLVING, _S.BACKOFF, _S.UNKNOWN}),
+        },
+        _S.RESOLVING: {
+            WantRequest: frozenset({_S.RESOLVING}),
+            m.Directory: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
+            m.DirectoryRefused: frozenset({_S.BACKOFF}),
+            ev.LinkLost: frozenset({_S.BACKOFF}),
+            ev.Tick: frozenset({_S.BACKOFF}),
+        },
+        _S.HELLO: {
+            **staying(_S.HELLO, WantRequest, m.HeartbeatReply),
+            m.HelloReply: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
+            ev.WarmedUp: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
+            ev.LinkLost: frozenset({_S.BACKOFF}),
+            ev.Tick: frozenset({_S.HELLO, _S.BACKOFF}),
+        },
+        _S.READY: {
+            ev.LinkLost: frozenset({_S.BACKOFF}),
+            ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
+            **staying(_S.READY, WantRequest, m.HeartbeatReply),
+        },
+        _S.BACKOFF: {
+            WantRequest: frozenset({_S.BACKOFF}),
+            ev.Tick: frozenset({_S.RESOLVING, _S.QUEUED, _S.UNKNOWN}),
+        },
+    },
+)
 
 
 class RemoteEngines:
@@ -80,7 +114,7 @@ class RemoteEngines:
         """Return the engine of this name, which may be new."""
         engine = self._engines.get(name)
         if engine is None:
-            engine = self._engines[name] = RemoteEngine(name)
+            engine = self._engines[name] = RemoteEngine(ENGINE_TABLE, name)
         return engine
 
     def ready_at(self, link: Link) -> RemoteEngine | None:
@@ -129,7 +163,7 @@ class RemoteEngines:
     def _of_link(
         self, engine: RemoteEngine, worker: RemoteWorker | None, event: Any, now: float
     ) -> None:
-        kind = ev.kind_of(event)
+        kind = kind_of(event)
         if kind is ev.LinkLost:
             self._lose(engine, event, event.error, now)
         elif (kind in (m.Directory, m.DirectoryRefused)) is not (worker is None):
@@ -211,14 +245,14 @@ class RemoteEngines:
         ours, rank = self._topology.engine, self._topology.rank
         name = engine.name
         self._links.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
-        self._links.send(link, look_up(name, (rank,), ours))
+        self._links.send(link, _look_up(name, (rank,), ours))
 
-    def _directory(self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float) -> None:
+    def _directory(self, engine: RemoteEngine, event: FromPeer[m.Directory], now: float) -> None:
         directory = event.message
         engine.accept(event, now)
         try:
             version = versions.SPOKEN.check(directory.wire_version)
-            geometry = geometry_of(engine.name, directory)
+            geometry = _geometry_of(engine.name, directory)
             self._topology.check_compatible(geometry)
             holders = self._topology.holders(geometry)
             entries = {Rank(entry.pp_rank, entry.tp_rank): entry for entry in directory.workers}
@@ -230,7 +264,7 @@ class RemoteEngines:
                         wanted=[str(rank) for rank in holders],
                     )
                 engine.has_named_ranks = True
-                self._links.send(event.link, look_up(engine.name, holders, geometry))
+                self._links.send(event.link, _look_up(engine.name, holders, geometry))
                 return
             engine.routes = plan_routes(self._topology, geometry, self._orders)
             engine.row_tokens = tuple(group.row_tokens for group in geometry.ranks[0].groups)
@@ -257,7 +291,7 @@ class RemoteEngines:
     def _of_worker(
         self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float
     ) -> None:
-        kind = ev.kind_of(event)
+        kind = kind_of(event)
         if kind is m.HeartbeatReply:
             engine.accept(event, now)
             worker.heartbeat_answered(event.message.number)
@@ -383,8 +417,8 @@ class RemoteEngines:
         engine.attempts += 1
         engine.unsent_endings.clear()  # the engine's leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
-        engine.loss = ev.EngineLost(engine, error)
-        self._on_change(engine.loss, now)
+        engine.loss = error
+        self._on_change(ev.EngineLost(engine, error), now)
 
     def _forget(self, engine: RemoteEngine) -> None:
         """Disconnect an engine that no load wants. The next request greets it anew."""
@@ -405,3 +439,42 @@ class RemoteEngines:
             self._links.close_link(link)
         engine.workers = {}
         engine.directory_link = None
+
+
+def _look_up(
+    name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry
+) -> m.DirectoryRequest:
+    """Return a request for the workers at the place of `ranks` in an engine of this shape."""
+    spoken = versions.SPOKEN
+    return m.DirectoryRequest(
+        engine_id=name.engine_id,
+        ranks=tuple(rank.global_rank(shape.tp_size) for rank in ranks),
+        world_size=shape.world_size,
+        oldest_version=spoken.oldest,
+        newest_version=spoken.newest,
+    )
+
+
+def _geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry:
+    """Return the geometry in a directory.
+
+    Raises:
+        IncompatiblePeerError: It is another engine's.
+        RemoteProtocolError: It contradicts itself.
+    """
+    geometry = directory.geometry.unpack()
+    if geometry.engine_id != wanted.engine_id:
+        raise IncompatiblePeerError(
+            "another engine answers at this address",
+            wanted=wanted.engine_id,
+            found=geometry.engine_id,
+            address=wanted.address,
+        )
+    ranks = [(w.pp_rank, w.tp_rank) for w in directory.workers]
+    if not {*ranks} <= {rank.rank for rank in geometry.ranks}:
+        raise RemoteProtocolError(
+            "a directory lists other workers than its geometry",
+            engine=wanted.engine_id,
+            workers=ranks,
+        )
+    return geometry

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
 from kvconnector.session.completion import Phase
-from kvconnector.session.link import Link
+from kvconnector.session.lease import Send
+from kvconnector.session.link import FromPeer, Link
+from kvconnector.session.load import RankRead, RemoteEngine
 from kvconnector.wire import messages as m
-
-if TYPE_CHECKING:
-    from kvconnector.session.lease import Send
-    from kvconnector.session.reads import RankRead
-    from kvconnector.session.remote_engine import RemoteEngine
-
-MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
-
-
-class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False):
-    """A message from the worker or the directory service at `link`. Tables name it by the message's type."""
-
-    link: Link
-    message: MessageT_co
 
 
 class LinkLost(msgspec.Struct, frozen=True):
@@ -154,8 +142,3 @@ def event_of(link: Link, message: m.Message) -> FromPeer[Any] | None:
             f"a {type(message).__name__} is not expected on this connection", link=link.number
         )
     return FromPeer(link, message)
-
-
-def kind_of(event: object) -> type:
-    """Return the type by which tables name an event: the message's type if it came from a peer."""
-    return type(event.message) if isinstance(event, FromPeer) else type(event)

@@ -1,4 +1,4 @@
-"""One request that a producer holds for its consumer: its state table and its record.
+"""One request that a producer holds for its consumer: its states and its record. `producer` has the table.
 
 Ownership of the blocks
 -----------------------
@@ -41,11 +41,10 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
-from kvconnector.session import events as ev
 from kvconnector.session.agenda import NEVER
 from kvconnector.session.link import Link
-from kvconnector.session.machine import Table, Tracked, staying
-from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
+from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.orders import GrowRequest, LeaseOrder
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -64,56 +63,6 @@ class LeaseState(StrEnum):
 
 
 _S = LeaseState
-_ENDED = frozenset({_S.RELEASED, _S.EXPIRED, _S.ABORTED})
-
-LEASE_TABLE: Table[LeaseState] = Table(
-    "lease",
-    _S.FILLING,
-    {
-        _S.FILLING: {
-            GrowRequest: frozenset({_S.FILLING, _S.DRAINING, _S.ABORTED}),
-            HoldRequest: frozenset({_S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
-            m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
-            m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
-            WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
-            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendOver),
-        },
-        _S.HELD: {
-            m.Read: frozenset({_S.HELD, _S.READING}),
-            m.Done: frozenset({_S.HELD, _S.RELEASED}),
-            m.Abort: frozenset({_S.ABORTED}),
-            WithdrawRequest: frozenset({_S.ABORTED}),
-            ev.Tick: frozenset({_S.EXPIRED}),
-            **staying(_S.HELD, m.Follow, m.Heartbeat),
-        },
-        _S.READING: {
-            m.Done: frozenset({_S.READING, _S.DRAINING}),
-            ev.SendOver: frozenset({_S.READING, _S.HELD}),
-            m.Abort: frozenset({_S.DRAINING}),
-            WithdrawRequest: frozenset({_S.DRAINING}),
-            ev.Tick: frozenset({_S.DRAINING}),
-            **staying(_S.READING, m.Follow, m.Read, m.Heartbeat),
-        },
-        _S.DRAINING: {
-            ev.SendOver: _ENDED | {_S.DRAINING},
-            **staying(
-                _S.DRAINING,
-                GrowRequest,
-                HoldRequest,
-                m.Follow,
-                m.Read,
-                m.Heartbeat,
-                m.Done,
-                m.Abort,
-                WithdrawRequest,
-            ),
-        },
-        _S.RELEASED: {},
-        _S.EXPIRED: {},
-        _S.ABORTED: {},
-    },
-)
-
 REFUSAL_OF = {
     LeaseState.RELEASED: (
         Refusal.UNKNOWN_TRANSFER,
@@ -134,8 +83,8 @@ class Lease(Tracked[LeaseState]):
     the `reason` if it was aborted, before its last send has stopped.
     """
 
-    def __init__(self, granted: LeaseOrder, now: float) -> None:
-        super().__init__(LEASE_TABLE, f"request {granted.request_id}")
+    def __init__(self, table: Table[LeaseState], granted: LeaseOrder, now: float) -> None:
+        super().__init__(table, f"request {granted.request_id}")
         self.request_id: str = granted.request_id
         self.transfer_id: str = granted.transfer_id
         self.secret: str = granted.secret

@@ -1,8 +1,15 @@
-"""One connection to a peer: the record that sessions, port, data path and events pass to each other."""
+"""One connection to a peer: the record that sessions, ports and events pass to each other; and what comes on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvconnector.wire import messages as m
+
+MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -21,3 +28,15 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link {self.number}{', maps pools' if self.maps_pools else ''}>"
+
+
+class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False):
+    """A message from the worker or the directory service at `link`. Tables name it by the message's type."""
+
+    link: Link
+    message: MessageT_co
+
+
+def kind_of(event: object) -> type:
+    """Return the type by which tables name an event: the message's type if it came from a peer."""
+    return type(event.message) if isinstance(event, FromPeer) else type(event)

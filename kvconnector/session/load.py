@@ -1,10 +1,19 @@
-"""One request that a consumer rank loads: its state table and its record."""
+"""The records of a consumer rank: its loads, the reads of each, and the producer engines that it reads from.
+
+They stand together because they know each other: a load its engine and its reads, a read its load and its worker, an
+engine its workers, loads and reads. The tables of their states are where events move them: in `consumer` and `engines`.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
 
 from kvconnector.errors import (
     BlockIdError,
@@ -13,20 +22,19 @@ from kvconnector.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
+from kvconnector.ids import EngineAddress, Rank
+from kvconnector.layout import GroupBlocks
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
-from kvconnector.session import events as ev
-from kvconnector.session.agenda import NEVER
+from kvconnector.session.agenda import AT_ONCE, NEVER
 from kvconnector.session.completion import LoadInFlight
-from kvconnector.session.machine import Table, Tracked, staying
-from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.reads import RankRead
+from kvconnector.session.link import Link
+from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
+from kvconnector.topology import RankGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
-
-if TYPE_CHECKING:
-    from kvconnector.session.remote_engine import RemoteEngine
 
 
 class LoadState(StrEnum):
@@ -43,7 +51,6 @@ class LoadState(StrEnum):
 
 
 _S = LoadState
-_ENDED = frozenset({_S.FAILED, _S.ABORTED})
 _LACKS = {
     _S.WANTED: "the producer did not begin with the prompt before the load's deadline",
     _S.CONNECTING: "the producer was not greeted before the load's deadline",
@@ -51,53 +58,6 @@ _LACKS = {
     _S.READING: "the load made no progress before its deadline",
 }
 """The text of the error if a load's deadline passes in this state."""
-
-LOAD_TABLE: Table[LoadState] = Table(
-    "load",
-    _S.WANTED,
-    {
-        _S.WANTED: {
-            LoadRequest: frozenset(
-                {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
-            ),
-            DropRequest: frozenset({_S.ABORTED}),
-            **staying(_S.WANTED, m.Progress, ev.EngineLost, ev.Tick),
-        },
-        _S.CONNECTING: {
-            ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),
-            ev.EngineLost: frozenset({_S.FAILED}),
-            m.Progress: frozenset({_S.CONNECTING, _S.FAILED, _S.ABORTED}),
-            DropRequest: frozenset({_S.ABORTED}),
-            ev.Tick: frozenset({_S.FAILED}),
-        },
-        _S.FOLLOWING: {
-            m.Progress: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
-            ev.EngineLost: frozenset({_S.FAILED}),
-            DropRequest: frozenset({_S.ABORTED}),
-            ev.Tick: frozenset({_S.FAILED}),
-        },
-        _S.READING: {
-            ev.ReceivePosted: frozenset({_S.READING}),
-            m.Progress: frozenset({_S.READING, _S.DRAINING}),
-            ev.ReceiveFinished: frozenset({_S.READING, _S.FOLLOWING, _S.DONE, _S.FAILED}),
-            ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
-            m.ReadRefused: frozenset({_S.DRAINING}),
-            m.ReadEnded: frozenset({_S.DRAINING}),
-            ev.EngineLost: frozenset({_S.DRAINING}),
-            DropRequest: frozenset({_S.DRAINING}),
-            ev.Tick: frozenset({_S.DRAINING}),
-        },
-        _S.DRAINING: {
-            ev.ReceiveFinished: _ENDED | {_S.DRAINING},
-            ev.ReceiveFailed: _ENDED | {_S.DRAINING},
-            ev.ReceiveStopped: _ENDED | {_S.DRAINING},
-            DropRequest: frozenset({_S.DRAINING}),
-        },
-        _S.DONE: {},
-        _S.FAILED: {},
-        _S.ABORTED: {},
-    },
-)
 
 
 class Piece(NamedTuple):
@@ -119,8 +79,10 @@ class Load(Tracked[LoadState]):
     unless it makes progress before. Once `is_reported` the engine knows its end.
     """
 
-    def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
-        super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
+    def __init__(
+        self, table: Table[LoadState], wanted: WantRequest, engine: RemoteEngine, now: float
+    ) -> None:
+        super().__init__(table, f"request {wanted.request_id}")
         self.request_id = wanted.request_id
         self.engine = engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
@@ -370,3 +332,261 @@ def _has(reported: m.Progress, group: int) -> bool:
     """Returns True if a group can be read up to the watermark, as groups without blocks can at the prompt's end."""
     blocks = reported.blocks
     return group < len(blocks) and (reported.is_complete or bool(blocks[group].wire_ids))
+
+
+class RankRead(msgspec.Struct, eq=False):
+    """A part of a load that is read from one producer worker: `source`, from its `remote_blocks` into our `blocks`.
+    Session, port and data path pass this record to each other.
+
+    `is_stopped`: no further chunk may be written. `is_asked`: the peer knows of the read. `is_peer_over`: the peer
+    ended it, or is gone, and the data path knows how many chunks it sent. `deadline` is the time at which a peer that
+    has not answered a cancellation is given up.
+
+    *Set by the data path:* a packed read that has slots has a `window` of them, and its chunks have consecutive tags
+    from `first_tag` on. A read that `is_moving` moves bytes; otherwise it waits for its turn. `share` is the fraction
+    of its bytes that has arrived, 0 if unknown.
+    """
+
+    read_id: int
+    load: Load
+    worker: RemoteWorker
+    source: SourceRead
+    blocks: tuple[GroupBlocks, ...]
+    remote_blocks: tuple[GroupBlocks, ...]
+    is_stopped: bool = False
+    is_asked: bool = False
+    is_peer_over: bool = False
+    deadline: float = NEVER
+    window: int = 0
+    first_tag: int = 0
+    is_moving: bool = False
+    share: float = 0.0
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.is_stopped else "asked" if self.is_asked else "begun"
+        return f"<RankRead {self.read_id} by link {self.worker.link.number}, {state}>"
+
+    def message(self) -> m.Read:
+        """Return the request to the producer worker, once slots are reserved. It knows a followed prompt's blocks."""
+        source, key = self.source, self.load.key
+        return m.Read(
+            transfer_id=key.transfer_id,
+            secret=key.secret,
+            read_id=self.read_id,
+            incarnation=self.worker.incarnation,
+            token_ranges=tuple([(tokens.start, tokens.stop) for tokens in source.token_ranges]),
+            layers=(source.layers.start, source.layers.stop),
+            chunk_bytes=source.chunk_bytes,
+            num_chunks=source.num_chunks,
+            blocks=() if self.load.is_followed else self.remote_blocks,
+            window=self.window,
+            first_tag=self.first_tag,
+        )
+
+
+MIN_HEARTBEAT_INTERVAL_S = 0.05
+"""The shortest interval of heartbeats in seconds, no matter how short a peer's timeout or leases are."""
+
+
+MAX_NAMED_BYTES = 24 << 10
+"""The most bytes of transfers' names in a heartbeat: with the rest of them it fits into any peer's longest message."""
+LONGEST_NAME_BYTES = 2 << 10
+"""Of 512 characters."""
+
+
+class EngineState(StrEnum):
+    """States of a remote engine."""
+
+    UNKNOWN = "unknown"
+    QUEUED = "queued"
+    RESOLVING = "resolving"
+    HELLO = "hello"
+    READY = "ready"
+    BACKOFF = "backoff"
+
+
+@dataclass(slots=True, eq=False)
+class RemoteWorker:
+    """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has answered:
+    it had not given us up then, and will not within `timeout_s`, the shorter of both sides' timeouts for silent peers.
+    Its leases last `lease_s` unless they are renewed. `unanswered` has number and time of each unanswered heartbeat.
+    """
+
+    engine: RemoteEngine
+    link: Link
+    geometry: RankGeometry
+    alive_at: float
+    timeout_s: float
+    answered: bool = False
+    greeted_at: float = 0.0
+    warm: bool = False
+    incarnation: str = ""
+    max_chunk_bytes: int = 0
+    lease_s: float = NEVER
+    num_heartbeats: int = 0
+    unanswered: deque[tuple[int, float]] = field(default_factory=deque)
+
+    def greeted_by(self, reply: m.HelloReply, now: float) -> None:
+        """Record its answer to our `Hello`."""
+        self.answered = True
+        self.greeted_at = now
+        self.incarnation = reply.incarnation
+        self.max_chunk_bytes = reply.max_chunk_bytes
+        self.timeout_s = m.shorter_timeout_s(self.timeout_s, reply.timeout_ms)
+        self.lease_s = m.shorter_timeout_s(NEVER, reply.lease_ms)
+
+    @property
+    def deadline(self) -> float:
+        """The time until which it has certainly not given us up."""
+        return self.alive_at + self.timeout_s
+
+    @property
+    def silent_at(self) -> float:
+        """The time at which we give it up without an answer. Its greeting may have taken longer than its timeout."""
+        return max(self.alive_at, self.greeted_at) + self.timeout_s
+
+    def heartbeat_sent(self, now: float) -> int:
+        """Record that a heartbeat is sent. Returns its number."""
+        self.num_heartbeats += 1
+        self.unanswered.append((self.num_heartbeats, now))
+        return self.num_heartbeats
+
+    def heartbeat_answered(self, number: int) -> None:
+        """Record an answer. Duplicates and answers to nothing are ignored. Unnumbered ones come in order."""
+        while self.unanswered and (not number or self.unanswered[0][0] <= number):
+            sent, at = self.unanswered.popleft()
+            if sent == number or not number:
+                self.alive_at = at
+                return
+
+
+class EngineLoads:
+    """The loads from one engine that are not over and have not failed. The cost of each method does not grow with them.
+
+    `heartbeat_queue` has the loads that heartbeats name, the next one first; the first `num_due_now` should be named at
+    once. `fail_on_loss` are the loads that fail if the engine is lost, and that begin, if they wait for it, when it is
+    ready.
+    """
+
+    def __init__(self) -> None:
+        self.heartbeat_queue: OrderedDict[Load, None] = OrderedDict()
+        self.num_due_now = 0
+        self._names_bytes = 0
+        self.fail_on_loss: dict[Load, None] = {}
+        self._followed: dict[str, dict[Load, None]] = {}
+
+    def add(self, load: Load) -> None:
+        """Add a new load. If it is followed, a heartbeat that names it is due at once."""
+        self.heartbeat_queue[load] = None
+        self._names_bytes += len(load.key.transfer_id.encode())
+        if load.is_followed:
+            self.heartbeat_queue.move_to_end(load, last=False)
+            self.num_due_now += 1
+            self.fail_on_loss[load] = None
+            self._followed.setdefault(load.key.transfer_id, {})[load] = None
+
+    def remove(self, load: Load) -> None:
+        """Remove a load that is over or has failed. Idempotent."""
+        if load not in self.heartbeat_queue:
+            return
+        del self.heartbeat_queue[load]
+        self._names_bytes -= len(load.key.transfer_id.encode())
+        self.num_due_now = min(self.num_due_now, len(self.heartbeat_queue))
+        self.fail_on_loss.pop(load, None)
+        if load.is_followed:
+            same = self._followed[load.key.transfer_id]
+            del same[load]
+            if not same:
+                del self._followed[load.key.transfer_id]
+
+    @property
+    def num_heartbeats(self) -> int:
+        """Number of heartbeats that name all loads. Long names need more of them."""
+        # the last name of each may be the one that no longer fits
+        by_bytes = self._names_bytes / (MAX_NAMED_BYTES - LONGEST_NAME_BYTES)
+        return max(1, ceil(len(self.heartbeat_queue) / m.MAX_NAMED), ceil(by_bytes))
+
+    def following(self, transfer_id: str) -> list[Load]:
+        """Return the loads that follow one transfer."""
+        return [*self._followed.get(transfer_id, ())]
+
+    def take_turn(
+        self, limit: int, links: Collection[int]
+    ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
+        """Return the next transfers that a heartbeat names, at most `limit` or `MAX_NAMED_BYTES`, and move them to the
+        end: those to renew, and the followed ones of which some worker at `links` has not reported yet.
+        """
+        renewed: list[m.TransferKey] = []
+        followed: list[m.Follow] = []
+        left_bytes = MAX_NAMED_BYTES
+        for _ in range(min(limit, len(self.heartbeat_queue))):
+            load = next(iter(self.heartbeat_queue))
+            left_bytes -= len(load.key.transfer_id.encode())
+            if left_bytes < 0:
+                break
+            self.heartbeat_queue.move_to_end(load)
+            self.num_due_now = max(0, self.num_due_now - 1)
+            key = load.key
+            if not load.is_followed or load.progress.keys() >= {*links}:
+                renewed.append(key)
+            else:
+                followed.append(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
+        return tuple(renewed), tuple(followed)
+
+
+class RemoteEngine(Tracked[EngineState]):
+    """A producer engine: its address, its workers, and the `routes` on which we read from them. From its directory on,
+    `row_tokens` has those of each of its cache groups. Once it is ready,
+    `chunk_bytes` is the longest chunk that we and all of its workers take, and it `was_ready`, even if it is lost.
+
+    `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
+    was asked for the very workers that we need. The next heartbeat is due at `heartbeat_at`. `unsent_endings` are sent
+    once it has greeted us. `reads` are those whose slots are not free yet. `loss` is why it was lost last.
+    """
+
+    def __init__(self, table: Table[EngineState], name: EngineAddress) -> None:
+        super().__init__(table, f"engine {name.engine_id} at {name.address}")
+        self.name = name
+        self.attempts = 0
+        self.was_ready = False
+        self.until = 0.0
+        self.heartbeat_at = 0.0
+        self.idle_since = 0.0
+        self.directory_link: Link | None = None
+        self.has_named_ranks = False
+        self.routes: tuple[Route, ...] = ()
+        self.row_tokens: tuple[int, ...] = ()
+        self.chunk_bytes = 0
+        self.workers: dict[Rank, RemoteWorker] = {}
+        self.unsent_endings: deque[m.Done | m.Abort] = deque()
+        self.loads = EngineLoads()
+        self.reads: dict[int, RankRead] = {}
+        self.loss: KVConnectorError | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Number of its cache groups."""
+        return len(self.row_tokens)
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns True if it can be read from now."""
+        return self.state is EngineState.READY
+
+    @property
+    def deadline(self) -> float:
+        """The time at which a heartbeat is due, a worker or an attempt is given up, or a pause ends."""
+        if self.state is EngineState.HELLO:
+            return min(self.until, self.heartbeat_at)
+        if self.state is not EngineState.READY:
+            return self.until if self.state is not EngineState.UNKNOWN else NEVER
+        if self.unsent_endings or self.loads.num_due_now:
+            return AT_ONCE  # the next tick goes on with them
+        return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
+
+    def heartbeat_interval_s(self, ours_s: float) -> float:
+        """Return the seconds within which each transfer is named: our setting, or less, so that three heartbeats fit
+        into the timeout and the leases of every worker.
+        """
+        times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]
+        return min(ours_s, max(min(times, default=NEVER) / 3, MIN_HEARTBEAT_INTERVAL_S))

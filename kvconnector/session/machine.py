@@ -43,7 +43,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from kvconnector.errors import InternalError, LocalProtocolError
-from kvconnector.session.events import kind_of
+from kvconnector.session.link import kind_of
 
 StateT = TypeVar("StateT", bound=Enum)
 

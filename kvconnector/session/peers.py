@@ -17,7 +17,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.lease import Send
-from kvconnector.session.link import Link
+from kvconnector.session.link import FromPeer, Link
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_route
@@ -30,7 +30,7 @@ MAX_EARLY_BYTES = 64 << 20
 EVENT_BYTES = 512
 """Bytes that an event counts besides a read's ranges and blocks. So there is room for 131,072 followed prompts."""
 
-EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
+EarlyEvent: TypeAlias = FromPeer[m.Read | m.TransferKey]
 
 
 class PeerState(StrEnum):
@@ -236,7 +236,7 @@ class Peers:
 
     def _of_link(self, event: Any, now: float) -> None:
         peer = _peer_at(event.link)
-        if isinstance(event, ev.FromPeer):
+        if isinstance(event, FromPeer):
             self._greeted(peer, event, now)
         elif peer is None or peer.is_lost:
             return  # it was lost in the meantime
@@ -259,7 +259,7 @@ class Peers:
         error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
         self._lose(peer, event, error, now)
 
-    def _greeted(self, known: Peer | None, event: ev.FromPeer[m.Hello], now: float) -> None:
+    def _greeted(self, known: Peer | None, event: FromPeer[m.Hello], now: float) -> None:
         hello = event.message
         if known is not None:
             if known.is_lost or known.hello == hello:

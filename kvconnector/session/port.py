@@ -6,21 +6,17 @@ later events. Those of these base classes do nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment
+from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
+from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire.messages import Hello, HelloReply, Message, Probe
-
-if TYPE_CHECKING:
-    from kvconnector.session.lease import Send
-    from kvconnector.session.load import Load
-    from kvconnector.session.reads import RankRead
-    from kvconnector.session.remote_engine import RemoteWorker
 
 
 class LinkPort:

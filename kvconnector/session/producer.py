@@ -24,7 +24,8 @@ from kvconnector.session.containment import (
     settle,
 )
 from kvconnector.session.lease import EndedLeases, Lease, LeaseState, Send
-from kvconnector.session.link import Link
+from kvconnector.session.link import FromPeer, Link, kind_of
+from kvconnector.session.machine import Table, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers, name_of
 from kvconnector.session.port import Ports
@@ -39,9 +40,61 @@ MAX_REMEMBERED_PROMPTS = 1 << 17
 """Prompts given up before they were complete are remembered, as the engine computes them and offers their blocks."""
 
 
+_S = LeaseState
+_ENDED = frozenset({_S.RELEASED, _S.EXPIRED, _S.ABORTED})
+
+LEASE_TABLE: Table[LeaseState] = Table(
+    "lease",
+    _S.FILLING,
+    {
+        _S.FILLING: {
+            GrowRequest: frozenset({_S.FILLING, _S.DRAINING, _S.ABORTED}),
+            HoldRequest: frozenset({_S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
+            m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
+            m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
+            WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
+            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendOver),
+        },
+        _S.HELD: {
+            m.Read: frozenset({_S.HELD, _S.READING}),
+            m.Done: frozenset({_S.HELD, _S.RELEASED}),
+            m.Abort: frozenset({_S.ABORTED}),
+            WithdrawRequest: frozenset({_S.ABORTED}),
+            ev.Tick: frozenset({_S.EXPIRED}),
+            **staying(_S.HELD, m.Follow, m.Heartbeat),
+        },
+        _S.READING: {
+            m.Done: frozenset({_S.READING, _S.DRAINING}),
+            ev.SendOver: frozenset({_S.READING, _S.HELD}),
+            m.Abort: frozenset({_S.DRAINING}),
+            WithdrawRequest: frozenset({_S.DRAINING}),
+            ev.Tick: frozenset({_S.DRAINING}),
+            **staying(_S.READING, m.Follow, m.Read, m.Heartbeat),
+        },
+        _S.DRAINING: {
+            ev.SendOver: _ENDED | {_S.DRAINING},
+            **staying(
+                _S.DRAINING,
+                GrowRequest,
+                HoldRequest,
+                m.Follow,
+                m.Read,
+                m.Heartbeat,
+                m.Done,
+                m.Abort,
+                WithdrawRequest,
+            ),
+        },
+        _S.RELEASED: {},
+        _S.EXPIRED: {},
+        _S.ABORTED: {},
+    },
+)
+
+
 class ProducerSession:
-    """All leases and peers of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
-    `peers.py`.
+    """All leases and peers of one producer worker. `handle` is the only way in; `peers.py` has the
+    table of peers.
 
     `reply` is the answer to the `Hello` of each compatible consumer. If it has an export, leases are published on the
     board for consumers of this host. A consumer may be silent for `timeout_s`. The next `Tick` must come by
@@ -92,7 +145,7 @@ class ProducerSession:
             settle(self._contain, event, now, error)
 
     def _handle(self, event: object, now: float) -> None:
-        handler = self._HANDLERS.get(ev.kind_of(event))
+        handler = self._HANDLERS.get(kind_of(event))
         if handler is None:  # the event concerns a link
             self._peers.handle(event, now)
         else:
@@ -118,7 +171,7 @@ class ProducerSession:
                     trace = HoldTrace(now, now)
                     self._engine.release(event.request_id, _ABORTED.value, trace, _given_up_error())
                 return
-            lease = Lease(event, now)
+            lease = Lease(LEASE_TABLE, event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
         lease.accept(event, now)
         if isinstance(event, HoldRequest):
@@ -148,7 +201,7 @@ class ProducerSession:
         if lease.is_complete:
             self._data.expect_reads(lease.blocks)
 
-    def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> None:
+    def _followed(self, event: FromPeer[m.Follow], now: float) -> None:
         """Report a prompt's progress to a consumer, now or once our engine has granted the lease."""
         follow = event.message
         peer = self._peers.ready(event.link)
@@ -176,7 +229,7 @@ class ProducerSession:
         lease.accept(event, now)
         self._end(lease, LeaseState.ABORTED, _withdrawn_error())
 
-    def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> None:
+    def _read_asked(self, event: FromPeer[m.Read], now: float) -> None:
         read = event.message
         peer = self._peers.ready(event.link)
         lease = self._leases.get(read.transfer_id)
@@ -207,7 +260,7 @@ class ProducerSession:
             peer.sends[read.read_id] = send
             self._data.start_send(send)
 
-    def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> None:
+    def _early_read(self, peer: Peer, event: FromPeer[m.Read], now: float) -> None:
         """Refuse a read, or keep it until its lease comes: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
@@ -216,7 +269,7 @@ class ProducerSession:
         elif not self._early.keep(peer, event, now + self._config.early_read_s):
             self._refuse(event, Refusal.INTERNAL, "too many reads came before their leases")
 
-    def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> None:
+    def _read_cancelled(self, event: FromPeer[m.CancelRead], now: float) -> None:
         peer, read_id = self._peers.ready(event.link), event.message.read_id
         if peer is None:
             return
@@ -255,7 +308,7 @@ class ProducerSession:
         )
         self._links.send(link, ended)
 
-    def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> None:
+    def _over_for_peer(self, event: FromPeer[m.Done | m.Abort], now: float) -> None:
         key = event.message
         peer = self._peers.ready(event.link)
         if peer is None:
@@ -279,7 +332,7 @@ class ProducerSession:
         if ranks >= peer.readers:
             self._end(lease, LeaseState.RELEASED)
 
-    def _keep_ending(self, peer: Peer, event: ev.FromPeer[m.Done | m.Abort], now: float) -> None:
+    def _keep_ending(self, peer: Peer, event: FromPeer[m.Done | m.Abort], now: float) -> None:
         """Keep the end of a transfer until its lease comes. An abort takes the place of what was kept of the peer's
         interest: that lease may be as late as the one that was followed.
         """
@@ -295,11 +348,11 @@ class ProducerSession:
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]
 
-    def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> None:
+    def _probed(self, event: FromPeer[m.Probe], now: float) -> None:
         if self._peers.ready(event.link) is not None:
             self._data.probe(event.link, event.message)
 
-    def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
+    def _heartbeat(self, event: FromPeer[m.Heartbeat], now: float) -> None:
         """Renew the leases that a heartbeat names, and report the progress of followed prompts."""
         heartbeat = event.message
         for key in (*heartbeat.transfers, *heartbeat.followed):
@@ -307,11 +360,11 @@ class ProducerSession:
             if lease is not None and lease.opens_with(key.secret):
                 guarded(partial(self._end_torn, lease, now), self._renew, lease, event, now)
         for follow in heartbeat.followed:
-            followed = ev.FromPeer(event.link, follow)
+            followed = FromPeer(event.link, follow)
             guarded(partial(self._contain, followed, now), self._handle, followed, now)
         self._links.send(event.link, m.HeartbeatReply(number=heartbeat.number))
 
-    def _renew(self, lease: Lease, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
+    def _renew(self, lease: Lease, event: FromPeer[m.Heartbeat], now: float) -> None:
         lease.accept(event, now)
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
 
@@ -322,7 +375,7 @@ class ProducerSession:
                 self._peers.tick(thing, event, now)
             elif isinstance(thing, EarlyEvents):
                 thing.remove_lost()
-            elif isinstance(thing, ev.FromPeer):
+            elif isinstance(thing, FromPeer):
                 guarded(partial(self._contain, thing, now), self._early_due, thing)
             else:
                 guarded(partial(self._end_torn, thing, now), self._lease_due, thing, event, now)
@@ -341,9 +394,7 @@ class ProducerSession:
             lease.accept(event, now)
             self._end(lease, LeaseState.EXPIRED)
 
-    def _refuse(
-        self, event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str
-    ) -> None:
+    def _refuse(self, event: FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str) -> None:
         """Refuse a read or a follow."""
         asked, text = event.message, text[: m.MAX_TEXT]
         if isinstance(asked, m.Read):
@@ -407,12 +458,12 @@ class ProducerSession:
         """End what an event was about, whose handler has raised an unexpected exception."""
         if isinstance(event, ev.SendOver):
             self._contain_send_over(event, now, error)
-        elif isinstance(event, ev.FromPeer):
+        elif isinstance(event, FromPeer):
             self._contain_message(event, now, error)
         elif isinstance(event, LeaseOrder | WithdrawRequest):
             self._contain_order(event, now, error)
         else:
-            self._engine.note_contained(f"a {ev.kind_of(event).__name__}", error)
+            self._engine.note_contained(f"a {kind_of(event).__name__}", error)
 
     def _contain_order(
         self, order: LeaseOrder | WithdrawRequest, now: float, error: Exception
@@ -427,7 +478,7 @@ class ProducerSession:
             outcome = LeaseState.ABORTED.value
             self._engine.release(order.request_id, outcome, None, failure_of(error))
 
-    def _contain_message(self, event: ev.FromPeer[Any], now: float, error: Exception) -> None:
+    def _contain_message(self, event: FromPeer[Any], now: float, error: Exception) -> None:
         """End the lease that a peer's message names, or the peer's link if it names none."""
         message = event.message
         peer = self._peers.ready(event.link)

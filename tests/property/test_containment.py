@@ -13,6 +13,7 @@ from kvconnector.ids import new_secret
 from kvconnector.layout import GroupBlocks
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.link import kind_of
 from kvconnector.wire import messages as m
 from tests.property import test_session_world as session_world
 from tests.property.deployments import Held
@@ -345,7 +346,7 @@ def names_of(deployment, event):
 
 def is_of_a_victim(kind):
     def is_hit(deployment, event, now):
-        return ev.kind_of(event) is kind and bool(
+        return kind_of(event) is kind and bool(
             deployment.victims.intersection(names_of(deployment, event))
         )
 
@@ -411,7 +412,7 @@ def test_an_exception_in_a_greeting_or_a_heartbeat_ends_that_link(
 ):
     def is_hit(deployment, *arguments):
         event = arguments[-2]  # the time comes last
-        return ev.kind_of(event) is kind and deployment.is_of_p0(event.link)
+        return kind_of(event) is kind and deployment.is_of_p0(event.link)
 
     name = "_handle" if kind is m.Heartbeat else PARTS[side] + "._of_link"
     deployment.raise_in(side, name, is_hit, when)

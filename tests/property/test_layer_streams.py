@@ -10,9 +10,10 @@ from kvconnector.ids import EngineAddress
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import naive_plan, plan_items, plan_routes
 from kvconnector.session import load as load_module
-from kvconnector.session.load import Load
+from kvconnector.session.consumer import LOAD_TABLE
+from kvconnector.session.engines import ENGINE_TABLE
+from kvconnector.session.load import Load, RemoteEngine
 from kvconnector.session.orders import WantRequest
-from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.wire import messages as m
 from tests.support.strategies import transfers
 
@@ -76,7 +77,7 @@ def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng
         for route in routes
     }
     wanted = WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True)
-    load = Load(wanted, RemoteEngine(wanted.engine), 0.0)
+    load = Load(LOAD_TABLE, wanted, RemoteEngine(ENGINE_TABLE, wanted.engine), 0.0)
     load.engine.row_tokens = tuple(each.row_tokens for each in transfer.producer.ranks[0].groups)
     load.unread_tokens = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}

@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvconnector.errors import PeerLostError
 from kvconnector.session import events as ev
+from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from tests.support.examples import examples
@@ -30,7 +31,7 @@ class Leases(RuleBasedStateMachine):
 
     def _greet(self, link):
         self.links[link] = next(self.numbers) * -2 + (link == -2)
-        self._handle(ev.FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
+        self._handle(FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
         self._handle(ev.EndpointOpened(self.links[link]))
 
     def _handle(self, event):
@@ -75,7 +76,7 @@ class Leases(RuleBasedStateMachine):
     def read(self, link, name, is_right, tp_rank):
         asked = harness.read(next(self.numbers), self._key(name, is_right=is_right))
         if name in self.held or not is_right:
-            self._handle(ev.FromPeer(self.links[link], asked))
+            self._handle(FromPeer(self.links[link], asked))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans())
     def renew(self, link, name, is_right):

@@ -10,6 +10,7 @@ from kvconnector.planning import GroupBlocks, plan_read
 from kvconnector.planning import route as route_module
 from kvconnector.session.lease import Lease
 from kvconnector.session.orders import HoldRequest
+from kvconnector.session.producer import LEASE_TABLE
 from kvconnector.session.read_check import check_read, check_route
 from kvconnector.topology import Segment
 from kvconnector.wire import messages as m
@@ -81,7 +82,7 @@ def route_of(*segments):
 
 def lease_of(watermark):
     granted = HoldRequest("r", "t", "5" * 32, LEASED, NUM_TOKENS)
-    lease = Lease(granted, 0.0)
+    lease = Lease(LEASE_TABLE, granted, 0.0)
     lease.blocks, lease.watermark = LEASED, watermark
     return lease
 

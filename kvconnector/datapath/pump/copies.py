@@ -27,7 +27,7 @@ from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.records import DIGEST_BYTES, num_words
 from kvconnector_kernels.relayout import (
     Order,

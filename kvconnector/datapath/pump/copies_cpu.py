@@ -19,7 +19,7 @@ from kvconnector.datapath.pump.copies import (
 )
 from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.planning import GroupBlocks, SourceRead
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.copy_cpu import CALL_BYTES, COPY, READ, ROW_BYTES, job_of
 from kvconnector_kernels.pump.records import (
     DIGEST_BYTES,

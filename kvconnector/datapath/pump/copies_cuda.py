@@ -27,7 +27,7 @@ from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.copy_cuda import COPY, READ
 from kvconnector_kernels.pump.records import (
     DIGEST_BYTES,

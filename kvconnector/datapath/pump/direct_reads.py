@@ -18,7 +18,7 @@ from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportErr
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError

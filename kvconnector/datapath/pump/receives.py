@@ -22,7 +22,7 @@ from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
 from kvconnector_kernels.pump import records as r

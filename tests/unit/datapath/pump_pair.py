@@ -17,7 +17,7 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
-from kvconnector.session.reads import RankRead
+from kvconnector.session.load import RankRead
 from kvconnector.transport.ucx import open_ucx_transport
 from kvconnector.wire import messages as m
 from tests.support.waiting import until

@@ -15,6 +15,7 @@ from kvconnector.runtime.intake import checked_orders, orders_with_blocks
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import events as ev
 from kvconnector.session.containment import WorkerFault
+from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
@@ -145,7 +146,7 @@ def test_an_exception_for_a_probe_ends_the_consumers_link(monkeypatch, deploymen
     monkeypatch.setattr(worker.driver.producer, "_probed", fail)
     monkeypatch.setitem(worker.driver.producer._HANDLERS, m.Probe, fail)
     probe = m.Probe(first_tag=1 << 20, nbytes=8, count=1)
-    worker.driver.producer.handle(ev.FromPeer(link, probe), world.clock())
+    worker.driver.producer.handle(FromPeer(link, probe), world.clock())
     assert worker.poll().stats.contained == {"Bug": 1}
     assert not list(worker.driver.links)
 

@@ -11,7 +11,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
 from kvconnector.session import events as ev
-from kvconnector.session.link import Link
+from kvconnector.session.link import FromPeer, Link
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
@@ -200,4 +200,4 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
         decoded = driver.num_queued + len(handled) - before
         assert decoded <= max(1, MAX_WORK_S / Slow.tick_s) * (sent // 250)
         assert driver.num_queued < MAX_QUEUED_EVENTS + sent // 250
-    assert sum(isinstance(event, ev.FromPeer) for event in handled) == sent
+    assert sum(isinstance(event, FromPeer) for event in handled) == sent

@@ -12,12 +12,12 @@ from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE
-from kvconnector.session.link import Link
-from kvconnector.session.load import Load
+from kvconnector.session.consumer import LOAD_TABLE
+from kvconnector.session.engines import ENGINE_TABLE
+from kvconnector.session.link import FromPeer, Link
+from kvconnector.session.load import Load, RankRead, RemoteEngine, RemoteWorker
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
-from kvconnector.session.reads import RankRead
-from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -107,7 +107,7 @@ class Side:
 
     def receive(self, link, message):
         """Return the calls that the session makes after a peer's message."""
-        return self.handle(ev.FromPeer(link, message))
+        return self.handle(FromPeer(link, message))
 
     def tick(self, after_s=0.0):
         self.now += after_s
@@ -192,14 +192,14 @@ def hello(geometry, tp_rank=0, **changes):
 
 def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
     """Greet a consumer worker on `link`."""
-    greeted = ev.FromPeer(link, hello(geometry or engine("d"), tp_rank, **changes))
+    greeted = FromPeer(link, hello(geometry or engine("d"), tp_rank, **changes))
     return side.handle(greeted, ev.EndpointOpened(link))
 
 
 def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """Return a correct read by consumer rank 0 from producer rank 0, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
-    load = Load(want(key=key), RemoteEngine(ADDRESS), 0.0)
+    load = Load(LOAD_TABLE, want(key=key), RemoteEngine(ENGINE_TABLE, ADDRESS), 0.0)
     asked = posted(RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)).read
     return structs.replace(asked.message(), **changes)
 
@@ -211,35 +211,35 @@ def posted(read):
 
 
 def done(link=-1, key=KEY):
-    return ev.FromPeer(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
+    return FromPeer(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
 
 
 def follow(link=-1, key=KEY):
     follow = m.Follow(transfer_id=key.transfer_id, secret=key.secret)
-    return ev.FromPeer(link, m.Heartbeat(transfers=(), followed=(follow,)))
+    return FromPeer(link, m.Heartbeat(transfers=(), followed=(follow,)))
 
 
 def abort(link=-1, key=KEY):
-    return ev.FromPeer(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
+    return FromPeer(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
 
 
 def heartbeat(link=-1, *keys):
-    return ev.FromPeer(link, m.Heartbeat(transfers=keys or (KEY,)))
+    return FromPeer(link, m.Heartbeat(transfers=keys or (KEY,)))
 
 
 def heartbeat_reply(link, number=0):
     """Return a producer worker's reply to a heartbeat."""
-    return ev.FromPeer(link, m.HeartbeatReply(number=number))
+    return FromPeer(link, m.HeartbeatReply(number=number))
 
 
 def cancel(link, read_id):
-    return ev.FromPeer(link, m.CancelRead(read_id=read_id))
+    return FromPeer(link, m.CancelRead(read_id=read_id))
 
 
 def read_ended(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
     """Return the producer's message that a read ended after some of its chunks."""
     ended = m.ReadEnded(read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text="no")
-    return ev.FromPeer(link, ended)
+    return FromPeer(link, ended)
 
 
 def consumer(geometry=None, peer=PEER, **settings):
@@ -273,7 +273,7 @@ def directory(geometry=None):
 
 def accepted(link, **changes):
     """Return the events of a producer worker that accepts us as a consumer."""
-    return ev.FromPeer(link, m.HelloReply(incarnation="one", **changes)), ev.WarmedUp(link)
+    return FromPeer(link, m.HelloReply(incarnation="one", **changes)), ev.WarmedUp(link)
 
 
 def resolve(side, geometry=None, request_id="w", is_followed=False):

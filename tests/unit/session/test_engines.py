@@ -12,6 +12,7 @@ from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import NEVER
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
+from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import DropRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire import versions
@@ -189,7 +190,7 @@ def test_an_unusable_directory_fails_the_load(side, answer, error):
 
 def test_a_directory_that_omits_workers_twice_fails_the_load(side):
     (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
-    empty = ev.FromPeer(opened.link, replace(harness.directory(), workers=()))
+    empty = FromPeer(opened.link, replace(harness.directory(), workers=()))
     assert harness.messages(side.handle(empty), m.DirectoryRequest)
     assert harness.finished(side.handle(empty)) == harness.failed(RemoteProtocolError)
 

@@ -17,10 +17,13 @@ from kvconnector.ids import Rank
 from kvconnector.layout import ALL_LAYERS, GroupBlocks, Watermark
 from kvconnector.session import ConsumerSession, load
 from kvconnector.session import events as ev
+from kvconnector.session.consumer import LOAD_TABLE
+from kvconnector.session.engines import ENGINE_TABLE
 from kvconnector.session.lease import lease_key
+from kvconnector.session.link import FromPeer
+from kvconnector.session.load import RemoteEngine
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
-from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import FakeGroup, FakeModel, FakePart
@@ -70,7 +73,7 @@ def test_reads_are_expected_of_a_complete_leases_blocks():
     side = _filling()
     assert not harness.of(side.handle(_granted(8)), "expect_reads")
     (expected,) = harness.of(side.handle(_granted(12, is_complete=True)), "expect_reads")
-    asked = ev.FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
+    asked = FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
     (started,) = harness.of(side.handle(asked), "start_send")
     assert started.send.blocks is expected.blocks
 
@@ -137,7 +140,7 @@ def test_the_last_progress_carries_the_engines_extra_bytes():
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_load_ends_with_the_producers_extra_bytes(tp_size):
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
-    complete = [ev.FromPeer(link, _report(12, is_complete=True, extra=b"token")) for link in links]
+    complete = [FromPeer(link, _report(12, is_complete=True, extra=b"token")) for link in links]
     started = harness.of(side.handle(*complete), "start_receive")
     ended = side.handle(*[ev.ReceiveFinished(each.read) for each in started])
     (finished,) = harness.of(ended, "finish_load")
@@ -265,7 +268,7 @@ def test_a_prompt_that_ends_early_fails_its_load(event, error, is_asked):
 def test_a_load_without_new_bytes_times_out(tp_size):
     """Either the chunks or all messages of another producer rank are lost."""
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
-    complete = ev.FromPeer(links[0], _report(12, is_complete=True))
+    complete = FromPeer(links[0], _report(12, is_complete=True))
     calls = side.handle(complete)
     for started in harness.of(calls, "start_receive"):
         side.handle(harness.posted(started.read))
@@ -297,7 +300,9 @@ def test_a_loss_after_the_last_token_keeps_all_tokens():
 
 def test_rows_fill_the_tokens_that_they_stand_for():
     """Rows of four tokens beside rows of one, of a prompt of 14 tokens: the last two are in no row of four."""
-    one = load.Load(harness.want(is_followed=True), RemoteEngine(harness.ADDRESS), 0.0)
+    one = load.Load(
+        LOAD_TABLE, harness.want(is_followed=True), RemoteEngine(ENGINE_TABLE, harness.ADDRESS), 0.0
+    )
     one.engine.row_tokens = (4, 1)
     one.ask(LoadRequest("w", ((0, 3), (0, 14)), harness.BLOCKS, (), token_stop=14), 0.0)
     assert one.filled_tokens == 0
@@ -321,7 +326,9 @@ def test_rows_fill_the_tokens_that_they_stand_for():
     ],
 )
 def test_rows_are_read_once_all_of_their_tokens_are_there(watermark, left, rows, layers):
-    one = load.Load(harness.want(is_followed=True), RemoteEngine(harness.ADDRESS), 0.0)
+    one = load.Load(
+        LOAD_TABLE, harness.want(is_followed=True), RemoteEngine(ENGINE_TABLE, harness.ADDRESS), 0.0
+    )
     one.engine.row_tokens, one.unread_tokens = (4,), (left,)
     blocks = (GroupBlocks.of(IDS),)
     one.record_progress(1, m.Progress(transfer_id="t", watermark=watermark, blocks=blocks))
@@ -436,7 +443,7 @@ def test_the_reason_for_an_aborted_lease_is_reported(ending, is_read):
 def test_a_queued_prompt_waits_while_its_producer_answers():
     side, (link,) = _following(None)
     for _ in range(30):
-        side.handle(harness.heartbeat_reply(link), ev.FromPeer(link, _report(0)))
+        side.handle(harness.heartbeat_reply(link), FromPeer(link, _report(0)))
         assert _begun(side.tick(harness.HEARTBEAT_S)) == []
 
 
@@ -451,7 +458,7 @@ def test_the_progress_timeout_starts_with_the_last_new_token():
         calls += side.tick(harness.HEARTBEAT_S)
     calls += side.receive(link, _report(0))
     for _ in range(11):
-        side.handle(harness.heartbeat_reply(link), ev.FromPeer(link, _report(0)))
+        side.handle(harness.heartbeat_reply(link), FromPeer(link, _report(0)))
         calls += side.tick(harness.HEARTBEAT_S)
     assert harness.of(calls, "finish_load") == []
     (ended,) = harness.of(
@@ -477,7 +484,7 @@ def test_layers_are_read_once_a_piece_is_large_enough(tp_size, monkeypatch):
         side, links = _following(geometry=harness.engine(tp_size=tp_size))
         blocks = (GroupBlocks.of(IDS),)
         report = m.Progress(transfer_id="t", watermark=Watermark(0, 12, 1), blocks=blocks)
-        calls = side.handle(*[ev.FromPeer(link, report) for link in links])
+        calls = side.handle(*[FromPeer(link, report) for link in links])
         return sum(each.read.source.total_bytes for each in harness.of(calls, "start_receive"))
 
     nbytes = read_of_first_layer(1)
@@ -503,14 +510,14 @@ def test_reads_stop_at_the_slowest_rank(layers, monkeypatch):
     side, links = _following(geometry=harness.engine(tp_size=2))
     marks = [Watermark(0, stop, layers) if layers else Watermark(stop) for stop in (8, 12)]
     reports = [_report(12, watermark=mark) for mark in marks]
-    calls = side.handle(*map(ev.FromPeer, links, reports))
+    calls = side.handle(*map(FromPeer, links, reports))
     read = [each.read.source.token_ranges for each in harness.of(calls, "start_receive")]
     assert read == [(range(8),)] * 2
 
 
 def test_an_older_report_is_ignored():
     side, (link,) = _following(None)
-    side.handle(*[ev.FromPeer(link, _report(tokens)) for tokens in (8, 4)])
+    side.handle(*[FromPeer(link, _report(tokens)) for tokens in (8, 4)])
     (started,) = harness.of(side.handle(harness.load_request()), "start_receive")
     assert started.read.source.token_ranges == (range(8),)
 

@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from kvconnector.session.lease import LEASE_TABLE
-from kvconnector.session.load import LOAD_TABLE
+from kvconnector.session.consumer import LOAD_TABLE
+from kvconnector.session.engines import ENGINE_TABLE
 from kvconnector.session.peers import PEER_TABLE
-from kvconnector.session.remote_engine import ENGINE_TABLE
+from kvconnector.session.producer import LEASE_TABLE
 
 TABLES = (LEASE_TABLE, PEER_TABLE, LOAD_TABLE, ENGINE_TABLE)
 
