@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import structs
 
-from kvconnector import __version__
+from kvconnector._version import __version__
 from kvconnector.config import ConnectorConfig, Role
 from kvconnector.errors import ConfigError, GeometryError
 from kvconnector.ids import Rank

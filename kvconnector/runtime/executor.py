@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from kvconnector import __version__
+from kvconnector._version import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.export_check import check_export

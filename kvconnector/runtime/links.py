@@ -87,7 +87,8 @@ class Links:
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
-        return f"<Links {[*self]}>"
+        lost = [link for link, each in self._connections.items() if each.is_lost]
+        return f"<Links {[*self]}, lost {lost}>"
 
     def __iter__(self) -> Iterator[Link]:
         """Iterate over the connected links."""
