@@ -39,6 +39,10 @@ class EngineProcess:
     def resume(self):
         self._signal(signal.SIGCONT)
 
+    def pause_first(self):
+        """Stop its first process alone, until `resume`."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
     def kill(self):
         """End all of its processes without a message to peers, also those that outlived the first."""
         self._signal(signal.SIGKILL)

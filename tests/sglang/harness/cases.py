@@ -43,16 +43,6 @@ ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
 """For one prompt of 300 tokens."""
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
-SOON = {
-    "KVCONNECTOR_LEASE_DURATION_S": "6",
-    "KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "6",
-    "KVCONNECTOR_PEER_HEARTBEAT_INTERVAL_S": "1",
-    "KVCONNECTOR_PEER_TIMEOUT_S": "3",
-    "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
-}
-"""Deadlines with which cases of loss end soon."""
-
-
 DPA2 = {"tp": 2, "dp-size": 2, "enable-dp-attention": True, "enable-dp-lm-head": True}
 DP2 = {"dp-size": 2}
 ROBIN = {"load-balance-method": "round_robin"}
@@ -64,7 +54,7 @@ def _ours(name, *arguments, **options):
 
 
 def _lost(name, scenario, **options):
-    return _ours(name, scenario, environment=SOON, **options)
+    return _ours(name, scenario, environment=s.SOON, **options)
 
 
 def _attention(name, scenario=s.crowd, **options):
@@ -80,11 +70,29 @@ DATA_PARALLEL = (
     _attention("dpa2-robin-tp2", prefill=DPA2 | ROBIN, decode=TP2),
     _attention("dpa2-total-dpa2", prefill=DPA2 | TOTAL, decode=DPA2),
     _attention("dpa2-named-tp1", s.named, prefill=DPA2),
-    _attention("dpa2-against-room", s.against_room, environment=SOON, prefill=DPA2),
+    _attention("dpa2-against-room", s.against_room, environment=s.SOON, prefill=DPA2),
     _attention("dpa2-robin-late-prefill", s.late_prefill, prefill=DPA2 | ROBIN),
     _ours("dp2-tp1", s.crowd, prefill=DP2),
+    _ours("tp1-dp2", s.crowd, decode=DP2),
     _ours("dp2-robin-dp2", s.crowd, prefill=DP2 | ROBIN, decode=DP2),
+    _ours("dp2-total-dp2", s.crowd, prefill=DP2 | TOTAL, decode=DP2),
+    _ours("dp2-states", s.crowd, model=STATES, prefill=UNCACHED | DP2, decode=UNCACHED),
+    _ours("dp2-window", s.crowd, model=WINDOW, prefill=DP2, decode=_page(64)),
+    _ours("dp2-pp2", s.crowd, prefill=DP2 | PP2),
+    _attention("dpa2-pp2", prefill=DPA2 | PP2),
+    _attention("dpa2-keys", s.keys, environment=s.SOON, prefill=DPA2),
     _lost("dpa2-restart-prefill", s.restart_prefill, model=MLA, prefill=DPA2),
+    _lost("dpa2-restart-decode", s.restart_decode, model=MLA, decode=DPA2),
+    _lost("dp2-robin-restart-prefill", s.restart_prefill, prefill=DP2 | ROBIN),
+    _lost("dpa2-registry-down", s.registry_down, model=MLA, prefill=DPA2),
+    _lost("dpa2-steps-at-a-loss", s.steps_at_a_loss, model=MLA, prefill=DPA2, decode=DPA2),
+    _lost(
+        "dpa2-steps-at-a-silence",
+        partial(s.steps_at_a_loss, dies=False),
+        model=MLA,
+        prefill=DPA2,
+        decode=DPA2,
+    ),
     _lost("dpa2-kill-prefill", KILL_PREFILL, model=MLA, prefill=DPA2),
     _lost("dpa2-kill-decode", KILL_DECODE, model=MLA, prefill=DPA2, decode=DPA2),
     _lost("dpa2-abort", s.abort, model=MLA, prefill=DPA2, decode=DPA2),
@@ -130,6 +138,6 @@ CASES = (
     _lost("restart-prefill", s.restart_prefill),
     _lost("kill-decode", KILL_DECODE),
     _lost("lost-router", s.lost_router),
-    _ours("keys", s.keys, environment=SOON),
+    _ours("keys", s.keys, environment=s.SOON),
     *DATA_PARALLEL,
 )

@@ -107,6 +107,13 @@ class Request:
         error = reason.get("message", "aborted") if reason.get("type") == "abort" else ""
         return Answer(content.get("output_ids") or [], error)
 
+    def arrivals(self):
+        """Yield the time at which each part of a streamed answer came."""
+        with closing(self._connection) as connection:
+            for line in connection.getresponse():
+                if line.startswith(b"data: {"):
+                    yield time.monotonic()
+
     def status(self, timeout_s=ANSWER_TIMEOUT_S):
         """Wait for the HTTP status only."""
         return self._response(timeout_s)[0]

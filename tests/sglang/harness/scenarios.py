@@ -2,8 +2,10 @@
 
 import secrets
 import statistics
+import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 from kvconnector import errors
 from tests.support.keys import keyed_controls
@@ -13,6 +15,16 @@ LENGTHS = (7, 16, 64, 79, 130, 500)
 """Prompt lengths: less than a page, a page, a chunk, a chunk and less than one more page, several chunks."""
 SETTLE_S = 0.3
 PROMPT_S = 5.0
+QUIET_S = 3.0
+ENDLESS_TOKENS = 3000
+SOON = {
+    "KVCONNECTOR_LEASE_DURATION_S": "6",
+    "KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "6",
+    "KVCONNECTOR_PEER_HEARTBEAT_INTERVAL_S": "1",
+    "KVCONNECTOR_PEER_TIMEOUT_S": "3",
+    "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
+}
+"""Deadlines with which cases of loss end soon."""
 ROUNDS = 9
 
 
@@ -203,6 +215,85 @@ def kill(pair, outcome, side, other):
     pair.check_idle(outcome, other)
     pair.restart(side)
     pair.ask(outcome, "after its restart", prompt)
+
+
+def steps_at_a_loss(pair, outcome, *, dies=True):
+    """While a decode rank's prefill engine dies, or falls silent, the other rank, which shares each step with it, goes
+    on.
+    """
+    for seed in range(4):  # all ranks have met, and the steps are compiled
+        fields = {"decode": {"routed_dp_rank": seed % 2}}
+        room = 2 * secrets.randbits(60) + 2 + seed // 2
+        asked = pair.submit(prompt_of(90, seed=seed), per_side=fields, room=room)
+        outcome.check("before", asked.decode.answer().error, "")
+        asked.prefill.answer()
+    going = pair.submit(
+        prompt_of(80, seed=60),
+        per_side={"decode": {"routed_dp_rank": 1, "stream": True}},
+        max_tokens=ENDLESS_TOKENS,
+    )
+    arrivals = []
+    reader = threading.Thread(target=lambda: arrivals.extend(going.decode.arrivals()))
+    reader.start()
+    going.prefill.answer()
+    time.sleep(QUIET_S)
+    lost_s = time.monotonic()
+    asked = pair.submit(prompt_of(500, seed=61), per_side={"decode": {"routed_dp_rank": 0}})
+    time.sleep(SETTLE_S)
+    pair.prefill.pause()
+    time.sleep(SETTLE_S)
+    if dies:
+        pair.prefill.kill()
+    answer = asked.decode.answer()
+    failed_s = time.monotonic()
+    time.sleep(QUIET_S)
+    pair.decode.abort(f"decode-{going.name}")
+    reader.join()
+    _check_failed(outcome, "its request", answer, pair.decode.log_text(), *ERRORS)
+    outcome.figures |= {
+        "longest step before the loss, ms": _longest_ms(arrivals, 0.0, lost_s),
+        "longest step from then until 3 s after the request failed, ms": _longest_ms(
+            arrivals, lost_s
+        ),
+        "s until it failed": round(failed_s - lost_s, 1),
+    }
+    outcome.check("the other rank goes on", arrivals[-1] > failed_s)
+    waits = _longest_ms(arrivals, lost_s) >= float(SOON["KVCONNECTOR_PEER_TIMEOUT_S"]) * 1e3
+    outcome.check("the other rank waits for the lost engine", waits, False)
+    pair.check_idle(outcome, "decode")
+
+
+def _longest_ms(times, start_s, stop_s=float("inf")):
+    within = [each for each in times if start_s <= each <= stop_s]
+    return round(max(b - a for a, b in pairwise(within)) * 1e3, 1)
+
+
+def registry_down(pair, outcome):
+    """A decode engine that does not know the prefill server yet, and gets no answer from its registry, fails requests
+    in time, and serves the next ones once the registry answers again.
+    """
+    prompt = prompt_of(120, seed=62)
+    pair.ask(outcome, "before", prompt)
+    pair.restart("decode")
+    pair.prefill.pause_first()
+    asked = pair.submit(prompt, ("decode",))
+    answer = asked.decode.answer()
+    _check_failed(
+        outcome, "without a registry", answer, pair.decode.log_text(), errors.UnknownRequestError
+    )
+    outcome.check("the error names the registry", f":{pair.bootstrap_port}" in answer.error)
+    pair.prefill.resume()
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", prompt)
+
+
+def restart_decode(pair, outcome):
+    """A decode engine that is started again is served at once."""
+    prompt = prompt_of(250, seed=13)
+    pair.ask(outcome, "before", prompt)
+    pair.restart("decode")
+    pair.ask(outcome, "after", prompt)
+    crowd(pair, outcome)
 
 
 def restart_prefill(pair, outcome):

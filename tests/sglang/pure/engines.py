@@ -119,13 +119,13 @@ class Engine:
 class Pair:
     """A prefill engine and a decode engine. Each call goes to all ranks of an engine."""
 
-    def __init__(self, model, *, prefill=None, decode=None, environ=None):
-        self.model, self.port = model, free_ports()
+    def __init__(self, model, *, prefill=None, decode=None, environ=None, port=None):
+        self.model, self.port = model, port or free_ports()
         self._stack = ExitStack()
         try:
             common = {"port": self.port, "environ": environ}
-            self.prefill = self._open(is_prefill=True, **common, **(prefill or {}))
-            self.decode = self._open(is_prefill=False, **common, **(decode or {}))
+            self.prefill = self._open(is_prefill=True, **common | (prefill or {}))
+            self.decode = self._open(is_prefill=False, **common | (decode or {}))
         except BaseException:
             self._stack.close()
             raise

@@ -3,21 +3,29 @@
 import socket
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from kvconnector.control.address import HostPort
-from kvconnector.errors import RemoteProtocolError, UnknownRequestError
+from kvconnector.control.address import HostPort, parse_address
+from kvconnector.errors import (
+    AuthenticationError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    UnknownRequestError,
+)
 from kvconnector.integrations.sglang.registry import Finder, Found, Poster, registry_key
 from kvconnector.integrations.sglang.transfers import Stage
 from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
 from tests.sglang.pure.registry import Registry
+from tests.support.keys import keyed_controls
 from tests.support.ports import free_ports
 
 LIMIT_S = 30.0
 QUICK_S = 0.05
 PAGES, OTHERS, TOKENS = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 18
+REFUSED = (AuthenticationError, PeerUnreachableError)
 
 
 @pytest.fixture
@@ -194,12 +202,15 @@ def ranks():
     """A function that makes a server of two data-parallel ranks, and a decode engine."""
     made = []
 
-    def make(method, **environ):
-        pair = Pair(Model(), prefill={"dp": (0, 2), "method": method}, environ=environ)
+    def make(method, model=None, prefill=None, decode=None, port=None, **environ):
+        model = model or Model()
+        prefill = {"method": method, "environ": environ} | (prefill or {})
+        of_pair = {"prefill": prefill | {"dp": (0, 2)}, "decode": decode, "environ": environ}
+        pair = Pair(model, port=port, **of_pair)
         made.append(pair)
-        made.append(Registry(pair.port))
-        options = {"dp": (1, 2), "method": method, "environ": environ}
-        second = Engine(Model(), is_prefill=True, port=pair.port, **options)
+        pair.registry = Registry(pair.port)
+        made.append(pair.registry)
+        second = Engine(model, is_prefill=True, port=pair.port, dp=(1, 2), **prefill)
         made.append(second)
         return pair, second
 
@@ -211,16 +222,80 @@ def ranks():
 @pytest.mark.ucx
 @pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
 def test_each_data_parallel_rank_serves_its_rooms(ranks, method):
-    pair, second = ranks(method)
+    _serve_both(*ranks(method), follows=method == "follow_bootstrap_room")
+
+
+def _serve_both(pair, second, *, follows=True):
+    """Let both ranks of the prefill server serve a room, and compare what the decode engine has then."""
     engines = [pair.prefill, second]
-    for room in (20, 21) if method == "follow_bootstrap_room" else (21, 20):
-        pair.prefill = engines[room % 2 if method == "follow_bootstrap_room" else 1 - room % 2]
+    for room in (20, 21):
+        pair.prefill = engines[room % 2 if follows else 1 - room % 2]
         wanted = pair.want(room)
         sent = pair.send(room)
         pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
         pair.load(wanted, OTHERS, TOKENS)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         pair.check(OTHERS, TOKENS)
+
+
+MIXED = Model(layers=6, windows=(1, 4), states=(2, 5), window_tokens=9)
+SHAPES = {
+    "stages": (Model(), {"pp_size": 2}, {}),
+    "stages to ranks": (Model(), {"pp_size": 2}, {"tp_size": 2}),
+    "ranks to stages": (Model(), {"tp_size": 2}, {"pp_size": 2, "page_size": 8}),
+    "latents to one rank of several": (Model(latent=True), {"tp_size": 2}, {"dp": (1, 2)}),
+    "windows and states": (MIXED, {}, {"page_size": 8}),
+    "windows and states of stages": (MIXED, {"pp_size": 2}, {"tp_size": 2, "dp": (0, 2)}),
+    "a draft model at the decode engine only": (Model(draft=1), {"draft": 0}, {"dp": (1, 2)}),
+}
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("model, prefill, decode", [*SHAPES.values()], ids=[*SHAPES])
+def test_data_parallel_ranks_have_any_shape_and_caches(ranks, model, prefill, decode):
+    _serve_both(*ranks("round_robin", model, prefill, decode), follows=False)
+
+
+@pytest.fixture
+def keyed(ranks, tmp_path):
+    """Both ranks of a server have one key, which the decode engine's file lists with the bootstrap address, and a
+    stranger's key stands beside it.
+    """
+    port = free_ports()
+    trusts = {"prefill": ["decode"], "decode": ["prefill", "other"], "other": ["decode"]}
+    keys, controls = keyed_controls(tmp_path, **trusts)
+    environs = {
+        name: {f"KVCONNECTOR_CONTROL_{each.upper()}": value for each, value in control.items()}
+        | {"KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "1"}
+        for name, control in controls.items()
+    }
+    listed = f"{keys['prefill'].public_key} 127.0.0.1:{port}\n{keys['other'].public_key}\n"
+    Path(controls["decode"]["authorized_clients_file"]).write_text(listed)
+    options = {name: {"environ": environ} for name, environ in environs.items()}
+    made = ranks("follow_bootstrap_room", None, options["prefill"], options["decode"], port)
+    return *made, options["other"]
+
+
+@pytest.mark.ucx
+def test_one_key_is_that_of_all_ranks_of_a_server(keyed):
+    pair, second, _ = keyed
+    _serve_both(pair, second)
+
+
+@pytest.mark.ucx
+def test_an_address_that_the_registry_makes_up_gets_no_request(keyed):
+    """Its engine has another key, although one that the decode engine's file lists, too."""
+    pair, _, other = keyed
+    port = free_ports()
+    with closing(Engine(Model(), is_prefill=True, port=port, **other)) as stranger:
+        where = parse_address(stranger.ranks[0].directory)
+        _until(lambda: len(pair.registry.rows) == 2)
+        for row in pair.registry.rows:
+            row["rank_port"] = where.port
+        wanted = pair.want(22)
+        pair.load(wanted, OTHERS, TOKENS)
+        assert pair.until_over(*wanted) == [Stage.FAILED]
+        assert isinstance(error_of(wanted[0]), REFUSED)
 
 
 @pytest.mark.ucx
