@@ -4,6 +4,7 @@ transport library on this side, `RemoteError` for mistakes or the loss of a peer
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 _CONTROL = {
@@ -17,12 +18,25 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else text.translate(_CONTROL)
 
 
+class Retry(StrEnum):
+    """Where a router may send a request again that failed with an error, as a new one that is prefilled anew."""
+
+    SAME = "same"
+    """To the same two engines: the blocks are gone, the engines are well."""
+    OTHER = "other"
+    """To other engines: one of these two is lost, broken or full, or they do not fit each other."""
+    NEVER = "never"
+    """Nowhere: it would fail again until somebody changes the request or a setting."""
+
+
 class KVConnectorError(Exception):
     """Base class of all errors. `context` holds the values that the text ends with: engine, rank, request, values that
-    disagree. `remedy` says what to do about any error of the class, where the message does not.
+    disagree. `remedy` says what to do about any error of the class, where the message does not, and `retry` where a
+    router may send the request again. Each class states its own.
     """
 
     remedy: ClassVar[str] = ""
+    retry: ClassVar[Retry] = Retry.OTHER
 
     def __init__(self, message: str, **context: object) -> None:
         self.message = message
@@ -38,40 +52,61 @@ class KVConnectorError(Exception):
         return one_line(f"{self.message} [{details}]")
 
     def __str__(self) -> str:
-        return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
+        advice = self.advice()
+        return f"{self.statement}; {advice}" if advice else self.statement
+
+    @classmethod
+    def advice(cls) -> str:
+        """Return the end of the text: the remedy, and where to send the request again. Empty without a remedy."""
+        return f"{cls.remedy} (retry: {cls.retry})" if cls.remedy else ""
 
 
 class LocalError(KVConnectorError):
     """The caller on this side made a mistake; nothing was sent and no state changed."""
 
+    retry = Retry.NEVER
+
 
 class ConfigError(LocalError):
     """A setting is unknown, malformed, out of range, or contradicts another one."""
+
+    retry = Retry.NEVER
 
 
 class GeometryError(LocalError):
     """A cache view, layout, topology or block size does not describe memory consistently."""
 
+    retry = Retry.NEVER
+
 
 class BlockIdError(LocalError):
     """Block ids are out of the pool's range, or too few for the tokens they should hold."""
+
+    retry = Retry.NEVER
 
 
 class CacheSpecError(LocalError):
     """Cache specs cannot be merged, grouped or sized as requested."""
 
+    retry = Retry.NEVER
+
 
 class UnknownRequestError(LocalError):
     """The request is not, or no longer, known to this engine."""
+
+    retry = Retry.NEVER
 
 
 class LocalProtocolError(LocalError):
     """An event arrived that the state machine does not accept in this state; the state is unchanged."""
 
+    retry = Retry.NEVER
+
 
 class InternalError(KVConnectorError):
     """An unexpected exception in the connector ended this request or connection, and no other."""
 
+    retry = Retry.OTHER
     remedy = (
         "this is a bug in kvconnector: the log of this engine has the traceback, please report it"
     )
@@ -80,54 +115,63 @@ class InternalError(KVConnectorError):
 class TransportError(KVConnectorError):
     """The transport library failed on this side: set-up, registration, or a request it rejected."""
 
+    retry = Retry.OTHER
     remedy = "`kvconnector doctor` says what UCX and the memory of this host lack"
 
 
 class CorruptionError(TransportError):
     """A chunk arrived damaged; nothing of it was unpacked."""
 
+    retry = Retry.OTHER
     remedy = "compare the ranks of several such errors: a network, memory or GPU between them damages bytes"
 
 
 class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 
+    retry = Retry.OTHER
     remedy = "the log says before this which peer was given up, or what closed the transport"
 
 
 class MemoryInUseError(TransportError):
     """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
 
+    retry = Retry.OTHER
     remedy = "call close again later, or keep the memory until the process ends"
 
 
 class RemoteError(KVConnectorError):
     """The peer made a mistake, refused, or is gone."""
 
+    retry = Retry.OTHER
     remedy = "the other engine's log says more"
 
 
 class RemoteProtocolError(RemoteError):
     """The peer sent bytes that are no valid message: garbage, truncated, too long, or out of order."""
 
+    retry = Retry.OTHER
     remedy = "both sides need releases of one wire version, and a router that changes nothing"
 
 
 class IncompatiblePeerError(RemoteError):
     """The peer's model, dtype, head counts, layers or wire version cannot work with ours."""
 
+    retry = Retry.OTHER
     remedy = "`kvconnector doctor --peer` compares both engines"
 
 
 class AuthenticationError(RemoteError):
     """One of the two engines does not accept the other's key."""
 
+    retry = Retry.OTHER
     remedy = "each side needs the other's public key in its control.authorized_clients_file, see docs/hosts.md"
 
 
 class ProducerNotAllowedError(RemoteError):
     """A request names a producer that `control.allowed_producers` does not list. Nothing was connected to."""
 
+    retry = Retry.NEVER
     remedy = (
         "if it is a producer of this deployment, add it to the list; else see which client or router sent the request,"
         " and strip kv_transfer_params from what clients send (docs/security.md)"
@@ -137,6 +181,7 @@ class ProducerNotAllowedError(RemoteError):
 class PeerUnreachableError(RemoteError):
     """The peer did not answer before the deadline."""
 
+    retry = Retry.OTHER
     remedy = (
         "see whether it runs and its ports are open: `kvconnector doctor --peer` from this host"
     )
@@ -145,12 +190,14 @@ class PeerUnreachableError(RemoteError):
 class PeerLostError(RemoteError):
     """The peer answered before and is gone now: its endpoint closed or its heartbeats stopped."""
 
+    retry = Retry.OTHER
     remedy = "the other engine's log says why; prefill the requests that it was to send anew"
 
 
 class TransferTimeoutError(RemoteError):
     """A transfer did not complete before its deadline."""
 
+    retry = Retry.OTHER
     remedy = (
         "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long a read may go without a byte,"
         " peer.progress_timeout_s how long a prompt may go without a new token"
@@ -160,29 +207,49 @@ class TransferTimeoutError(RemoteError):
 class ReadRefusedError(RemoteError):
     """The producer refused a read; subclasses say why."""
 
+    retry = Retry.NEVER
     remedy = "a router must hand kv_transfer_params on unchanged; prefill the request anew"
 
 
 class UnknownTransferError(ReadRefusedError):
     """The producer holds no blocks under this transfer id and secret."""
 
+    retry = Retry.SAME
+
 
 class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
+    retry = Retry.SAME
     remedy = "prefill the request anew; lease.duration_s there must cover the wait in this engine's queue"
 
 
 class TransferAbortedError(ReadRefusedError):
     """The request was aborted on one of the two sides."""
 
+    retry = Retry.SAME
     remedy = "prefill the request anew, if it is still wanted"
 
 
 class StaleIncarnationError(ReadRefusedError):
     """The message was meant for an earlier start of the engine, which has been restarted since."""
 
+    retry = Retry.SAME
     remedy = "that engine was restarted and has lost the blocks: prefill the request anew"
+
+
+def retry_of(reason: str) -> Retry:
+    """Return where a request may be sent again, by the reason in a worker's output: an error's class, a colon, a text.
+
+    A class that is not known here is taken for `KVConnectorError`.
+    """
+    name, kinds = reason.partition(":")[0], [KVConnectorError]
+    while kinds:
+        kind = kinds.pop()
+        if kind.__name__ == name:
+            return kind.retry
+        kinds += kind.__subclasses__()
+    return KVConnectorError.retry
 
 
 def require_counts(error: type[LocalError], **values: object) -> None:

@@ -58,11 +58,11 @@ def settings() -> Iterator[str]:
 
 def errors() -> Iterator[str]:
     """Yield a table of the errors with which a load can end."""
-    yield from ("| error | what happened | what to do |", "|---|---|---|")
+    yield from ("| error | what happened | what to do | retry |", "|---|---|---|---|")
     kinds: list[type[KVConnectorError]] = [InternalError, TransportError, RemoteError]
     while kinds:
         kind = kinds.pop()
-        yield f"| `{kind.__name__}` | {_first_paragraph(kind)} | {kind.remedy} |"
+        yield f"| `{kind.__name__}` | {_first_paragraph(kind)} | {kind.remedy} | {kind.retry} |"
         kinds += kind.__subclasses__()
 
 

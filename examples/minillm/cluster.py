@@ -101,11 +101,14 @@ class Cluster:
         common = ["--engine-id", name, "--log-dir", str(self.log_dir)]
         return await self.start(name, module, [*common, *arguments])
 
-    async def start_router(self, name: str, prefill: Server, decode: Server) -> Server:
-        """Start a router between two healthy engines."""
-        return await self.start(
-            name, "minillm.router", ["--prefill", prefill.url, "--decode", decode.url]
-        )
+    async def start_router(
+        self, name: str, prefill: Server, decode: Server, *more: Server
+    ) -> Server:
+        """Start a router between healthy engines; `more` are further pairs of them."""
+        arguments = ["--prefill", prefill.url, "--decode", decode.url]
+        for index, server in enumerate(more):
+            arguments += ["--decode" if index % 2 else "--prefill", server.url]
+        return await self.start(name, "minillm.router", arguments)
 
     async def wait_healthy(self, *servers: Server) -> None:
         """Wait for all of `servers`; the first that fails ends the wait.

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvconnector.errors import retry_of
 from minillm import tokenizer
 from minillm.messages import SampledToken
 
@@ -72,10 +73,17 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object as a mapping, with the cause."""
+        """OpenAI's error object as a mapping. With a cause it says where the request may be sent again."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": None, "code": self.status}
-        return {"error": {**error, "cause": self.cause} if self.cause else error}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": kind,
+            "param": None,
+            "code": self.status,
+        }
+        if self.cause:
+            error |= {"cause": self.cause, "retry": retry_of(self.cause)}
+        return {"error": error}
 
     def response(self) -> web.Response:
         """OpenAI's error object."""

@@ -21,7 +21,7 @@ from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import add_server_arguments, run_app
 from minillm.processes import die_with_parent, log_to_stderr, run_until_signal
 from vllm_1p1d import router
-from vllm_1p1d.router import OK, Begun, Prefilled
+from vllm_1p1d.router import OK, Begun, Failed, Prefilled
 
 UNREACHABLE = PeerUnreachableError.__name__
 """The cause in a decode engine's answer if no prefill engine listens at the known address."""
@@ -38,6 +38,17 @@ class Router(router.Router):
         app.middlewares.append(error_middleware)
         return app
 
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Handle POST as the other router does. The texts of its own errors become OpenAI's objects, too."""
+        answer = await super().complete(request)
+        if (
+            isinstance(answer, web.Response)
+            and answer.status != OK
+            and answer.content_type == "text/plain"
+        ):
+            return ApiError(answer.status, answer.text or answer.reason or "").response()
+        return answer
+
     async def _streamed(
         self,
         request: web.Request,
@@ -45,19 +56,19 @@ class Router(router.Router):
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
     ) -> web.StreamResponse | None:
-        """Return the decode engine's answer, None if it finds no prefill engine at the known address, or the prefill
-        engine's refusal if that comes first.
+        """Return the decode engine's answer, None if it is lost or finds no prefill engine at the known address.
 
         Raises:
-            ApiError: the decode engine fails otherwise.
+            Failed: the prefill engine has failed first, or the decode engine fails otherwise.
         """
         try:
             await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
             if not begun.done():
-                refusal = (await prefilled).refusal
-                if refusal is not None:
-                    return refusal
-            upstream, first = await begun
+                await prefilled
+            try:
+                upstream, first = await begun
+            except Failed:
+                return None
         finally:
             begun.cancel()
         async with upstream:
@@ -65,15 +76,19 @@ class Router(router.Router):
                 answer = await self._pass_on(request, upstream, first)
                 await self._confirm(prefill, prefilled)
                 return answer
-            text = (first + await upstream.read()).decode(errors="replace")
+            content = first + await upstream.read()
         if upstream.status >= 500:
             # a prefill engine that was restarted has another address: its next answer says which
             self._streaming.pop(prefill, None)
-        error = _error_of(text)
+        error = _error_of(content.decode(errors="replace"))
         cause = str(error.get("cause", ""))
         if cause == UNREACHABLE:
             return None
-        raise ApiError(upstream.status, f"decode: {error.get('message', text)}", cause)
+        failed = Failed.of(upstream, content)
+        if error:
+            text = f"decode: {error.get('message', '')}"
+            failed.answer = ApiError(upstream.status, text, cause).response()
+        raise failed
 
     async def _pass_on(
         self, request: web.Request, upstream: aiohttp.ClientResponse, first: bytes

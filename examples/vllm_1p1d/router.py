@@ -3,6 +3,10 @@
 Any router for NixlConnector will do. If possible, this one asks both engines at once, and the decode engine reads the
 prompt's cache while it is computed. For that the router draws a name for the transfer. A prefill engine's answer to an
 earlier request shows whether it accepts such names.
+
+As long as the client has no token, a failure costs it only time. If a decode engine is lost, another one gets the same
+`kv_transfer_params`, which are good until somebody has read the blocks or their lease has ended. Other failures say
+where to send the request again (`retry: same | other | never`), and then it is prefilled anew there.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import asyncio
 import errno
 import itertools
 import json
+import re
 import resource
 import secrets
 import socket
@@ -52,13 +57,17 @@ def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 OK = 200
+MAX_TRIES = 3
+SAME, OTHER, NEVER = "same", "other", "never"
+"""Where an engine's failure says that a request may be sent again; see `kvconnector.errors.Retry`."""
+_RETRY = re.compile(r'\bretry"?: ?"?(same|other|never)\b')
+_BUSY = frozenset({408, 429})
 
 
 class Prefilled(NamedTuple):
-    """A prefill engine's answer: its refusal, or the parameters for the decode engine, if it sends any."""
+    """A prefill engine's answer: the parameters for the decode engine, if it sends any."""
 
-    refusal: web.Response | None
-    params: dict[str, Any] | None = None
+    params: dict[str, Any] | None
 
 
 class Begun(NamedTuple):
@@ -68,12 +77,36 @@ class Begun(NamedTuple):
     content: bytes
 
 
+class Failed(Exception):
+    """A request failed before the client has got anything: the answer for it, and where to try again."""
+
+    def __init__(self, answer: web.Response, retry: str) -> None:
+        super().__init__(answer.status)
+        self.answer, self.retry = answer, retry
+
+    @classmethod
+    def of(cls, answer: aiohttp.ClientResponse, content: bytes) -> Failed:
+        """The failure that an engine answers."""
+        copy = web.Response(status=answer.status, body=content, content_type=answer.content_type)
+        return cls(copy, retry_of(answer.status, content))
+
+
+def retry_of(status: int, content: bytes) -> str:
+    """Return where to send a request again. An engine's text says it; without that, a server's failure is its own."""
+    found = _RETRY.search(content.decode(errors="replace"))
+    if found is not None:
+        return found[1]
+    return OTHER if status >= 500 or status in _BUSY else NEVER
+
+
 class Router:
     """Routes requests round robin over prefill and decode engines, given by their base URLs."""
 
     def __init__(self, prefill_urls: list[str], decode_urls: list[str]) -> None:
         self._prefill = itertools.cycle(prefill_urls)
         self._decode = itertools.cycle(decode_urls)
+        self._num_decode = len(decode_urls)
+        self._has_others = len(prefill_urls) + len(decode_urls) > 2
         self._session: aiohttp.ClientSession
         self._streaming: dict[str, dict[str, Any]] = {}
         """By base URL, the address for decode engines of each prefill engine that accepts names of transfers."""
@@ -111,7 +144,31 @@ class Router:
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
-        prefill, decode = next(self._prefill), next(self._decode) + request.path
+        prefill, decode = next(self._prefill), next(self._decode)
+        for number in range(1, MAX_TRIES + 1):
+            try:
+                return await self._tried(request, body, headers, prefill, decode)
+            except Failed as failed:
+                is_last = number == MAX_TRIES or (failed.retry == OTHER and not self._has_others)
+                if is_last or failed.retry == NEVER:
+                    return failed.answer
+                if failed.retry == OTHER:
+                    prefill, decode = next(self._prefill), next(self._decode)
+        raise AssertionError("the last try returns")
+
+    async def _tried(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        prefill: str,
+        decode: str,
+    ) -> web.StreamResponse:
+        """Serve a request with these two engines.
+
+        Raises:
+            Failed: the client has got nothing.
+        """
         names = {"transfer_id": uuid.uuid4().hex, "transfer_secret": secrets.token_hex(16)}
         prefilled = asyncio.create_task(
             self._prefilled(prefill, request.path, body, names, headers)
@@ -120,19 +177,32 @@ class Router:
             if prefill in self._streaming:
                 known = {"do_remote_prefill": True, **self._streaming[prefill], **names}
                 full = {**body, "kv_transfer_params": known}
-                begun = asyncio.create_task(self._begun(decode, full, headers))
+                begun = asyncio.create_task(self._begun(decode + request.path, full, headers))
                 answer = await self._streamed(request, begun, prefilled, prefill)
                 if answer is not None:
                     return answer
-            refusal, params = await prefilled
-            if refusal is not None:
-                return refusal
+            params = (await prefilled).params
             full = {**body, "kv_transfer_params": params} if params else body
-            upstream, first = await self._begun(decode, full, headers)
-            async with upstream:
-                return await self._pass_on(request, upstream, first)
+            return await self._decoded(request, full, headers, decode)
         finally:
             prefilled.cancel()
+
+    async def _decoded(
+        self, request: web.Request, full: dict[str, Any], headers: dict[str, str], decode: str
+    ) -> web.StreamResponse:
+        """Pass on a decode engine's answer. If it is lost, the next one gets the same parameters."""
+        for number in range(1, self._num_decode + 1):
+            try:
+                upstream, first = await self._begun(decode + request.path, full, headers)
+                break
+            except Failed:
+                if number == self._num_decode:
+                    raise
+                decode = next(self._decode)
+        async with upstream:
+            if upstream.status != OK:
+                raise Failed.of(upstream, first + await _rest_of(upstream))
+            return await self._pass_on(request, upstream, first)
 
     async def _streamed(
         self,
@@ -141,19 +211,25 @@ class Router:
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
     ) -> web.StreamResponse | None:
-        """Return the decode engine's answer (None if it failed), or the prefill engine's refusal if that comes first.
+        """Return the decode engine's answer, None if it failed.
 
         The decode engine waits for the prefill engine that answered last. If another one answers this time, because
         several share one URL or after a restart, there is nothing to wait for.
+
+        Raises:
+            Failed: the prefill engine has failed first.
         """
         known = self._streaming[prefill]
         try:
             await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
             if not begun.done():
-                refusal = (await prefilled).refusal
-                if refusal is not None or self._streaming.get(prefill) != known:
-                    return refusal
-            upstream, first = await begun
+                await prefilled
+                if self._streaming.get(prefill) != known:
+                    return None
+            try:
+                upstream, first = await begun
+            except Failed:
+                return None  # it is lost: another one gets what the prefill engine offers
             async with upstream:
                 is_good = upstream.status == OK
                 return await self._pass_on(request, upstream, first) if is_good else None
@@ -192,17 +268,16 @@ class Router:
             async with await self._post(url + path, short, headers) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
+            self._streaming.pop(url, None)
             raise _unanswered(url, error) from error
-        except web.HTTPException:
+        except Failed:
             self._streaming.pop(url, None)  # another engine may be there next time
             raise
         if answer.status != OK:
-            return Prefilled(
-                web.Response(status=answer.status, body=content, content_type=answer.content_type)
-            )
+            raise Failed.of(answer, content)
         params = json.loads(content).get("kv_transfer_params")
         self._learn(url, params or {}, names["transfer_id"])
-        return Prefilled(None, params)
+        return Prefilled(params)
 
     def _learn(self, url: str, params: dict[str, Any], transfer_id: str) -> None:
         """Remember an engine's address if it streams: its answer then has the transfer's name that it was sent."""
@@ -247,19 +322,28 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _unanswered(url: str, error: Exception) -> web.HTTPException:
-    """Return the error for a request whose engine did not answer, or for which the router had no descriptor left."""
+async def _rest_of(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the rest of a failure's text, or what came of it."""
+    try:
+        return await answer.read()
+    except (aiohttp.ClientError, TimeoutError):
+        return b""
+
+
+def _unanswered(url: str, error: Exception) -> Failed:
+    """Return the failure of a request whose engine did not answer, or for which the router had no descriptor left."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return web.HTTPServiceUnavailable(
-            text=f"the router has no file descriptor left, its limit is {limit}"
-        )
+        text = f"the router has no file descriptor left, its limit is {limit}"
+        return Failed(web.Response(status=503, text=text), NEVER)
+    reason = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
-        return web.HTTPBadGateway(text=f"{url} did not answer: {reason}")
-    if isinstance(error, TimeoutError):
-        return web.HTTPGatewayTimeout(text=f"{url} did not answer within {TOTAL_TIMEOUT_S:g} s")
-    return web.HTTPBadGateway(text=f"{url} did not answer: {str(error) or type(error).__name__}")
+    elif isinstance(error, TimeoutError):
+        # it may still be busy with the request, so another engine is not burdened with it, too
+        text = f"{url} did not answer within {TOTAL_TIMEOUT_S:g} s"
+        return Failed(web.Response(status=504, text=text), NEVER)
+    return Failed(web.Response(status=502, text=f"{url} did not answer: {reason}"), OTHER)
 
 
 def main() -> None:

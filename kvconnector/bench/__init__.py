@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnector.errors import ConfigError, KVConnectorError
+from kvconnector.errors import ConfigError, KVConnectorError, Retry
 
 
 class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
+
+    retry = Retry.NEVER
 
 
 @contextmanager

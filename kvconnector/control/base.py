@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
-from kvconnector.errors import KVConnectorError, LocalError
+from kvconnector.errors import KVConnectorError, LocalError, Retry
 
 PeerHandle = NewType("PeerHandle", int)
 """One connection, incoming or outgoing, of one channel. A reconnected peer has a new handle."""
@@ -13,6 +13,8 @@ PeerHandle = NewType("PeerHandle", int)
 
 class MessageTooLargeError(LocalError):
     """The payload is longer than `max_message_bytes`: it was not sent, and the connection is as it was."""
+
+    retry = Retry.NEVER
 
     @classmethod
     def of(cls, payload: bytes, max_message_bytes: int) -> MessageTooLargeError:

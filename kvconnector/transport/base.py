@@ -21,11 +21,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.errors import KVConnectorError, Retry, TransportError
 
 
 class MessageSizeError(TransportError):
     """A message arrived that is longer (truncated) or shorter than the receive that it matched."""
+
+    retry = Retry.OTHER
 
 
 LOCK_REMEDY = (
@@ -37,6 +39,7 @@ LOCK_REMEDY = (
 class RegistrationError(TransportError):
     """The system refused to register a message's memory with the network card, which locks the memory."""
 
+    retry = Retry.OTHER
     remedy = LOCK_REMEDY
 
 

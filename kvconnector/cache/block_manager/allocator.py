@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from kvconnector.errors import BlockIdError, LocalError
+from kvconnector.errors import BlockIdError, LocalError, Retry
 
 _Entry = tuple[float, int, int]
 _STALE_ENTRIES_ALLOWED = 64
@@ -16,6 +16,8 @@ _STALE_ENTRIES_ALLOWED = 64
 
 class OutOfBlocksError(LocalError):
     """The device has fewer free blocks than were requested. Nothing was allocated."""
+
+    retry = Retry.NEVER
 
 
 class LRUEvictor:

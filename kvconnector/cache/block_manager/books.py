@@ -11,6 +11,7 @@ from kvconnector.cache.block_manager.sequence_blocks import Paging, SequenceBloc
 from kvconnector.errors import (
     ConfigError,
     LocalProtocolError,
+    Retry,
     UnknownRequestError,
     require_at_least,
 )
@@ -18,6 +19,8 @@ from kvconnector.errors import (
 
 class DoubleAllocationError(LocalProtocolError):
     """The sequence or the request already has a block table. Nothing changed."""
+
+    retry = Retry.NEVER
 
 
 class TableDirectory(dict[int | str, SequenceBlocks]):

@@ -8,7 +8,7 @@ from collections.abc import Sequence as AbstractSequence
 from enum import Enum
 from hashlib import blake2b
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import LocalError, Retry
 
 ExtraKey = int | str | bytes
 """A value on which the cache depends besides tokens: an adapter's name, a digest of media, a tenant's salt."""
@@ -16,6 +16,8 @@ ExtraKey = int | str | bytes
 
 class SequenceError(LocalError):
     """A sequence or a group contradicts itself or its block table."""
+
+    retry = Retry.NEVER
 
 
 def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:

@@ -470,4 +470,4 @@ def error_from(reason: str, room: int) -> KVConnectorError:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, KVConnectorError)):
         kind, text = RemoteError, reason
-    return kind(text.removesuffix(f"; {kind.remedy}"), room=room)
+    return kind(text.removesuffix(f"; {kind.advice()}"), room=room)

@@ -267,7 +267,7 @@ def test_a_request_fails_in_time_if_no_engine_listens():
 
 
 def test_an_errors_type_is_kept():
-    error = error_from(f"LeaseExpiredError: it ended; {LeaseExpiredError.remedy}", 3)
+    error = error_from(f"LeaseExpiredError: it ended; {LeaseExpiredError.advice()}", 3)
     assert isinstance(error, LeaseExpiredError)
     assert str(error).count(LeaseExpiredError.remedy) == 1
     assert "room=3" in str(error)

@@ -47,7 +47,7 @@ def through_router(prefill, decode, prompts):
                 app.add_routes([web.post("/generate", engine.generate)])
                 server = await stack.enter_async_context(TestServer(app))
                 urls.append(f"http://127.0.0.1:{server.port}")
-            server = TestServer(Router(urls[0], 8998, urls[1]).app())
+            server = TestServer(Router([urls[0]], [8998], [urls[1]]).app())
             client = await stack.enter_async_context(TestClient(server))
             answers = []
             for prompt in prompts:
