@@ -1,4 +1,4 @@
-"""Fails when two modules of the package give one public name to two classes or functions.
+"""Fails when two modules of the package give one public name to two classes, functions or types.
 
 A reader who searches for a name should find one thing. `SAME` lists the exceptions with their reasons: the same thing
 for another device, or entry points.
@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvconnector", "kernels")
 SAME = {
+    "ElementOrder": "the wire's, and the kernels' own of the same values",
     "apply_writes": "a kernel and its oracle",
     "check_block_ids": "the pool's check, and the kernels' own of their arguments",
     "gather_rows": "a kernel and its oracle",
@@ -24,16 +25,29 @@ SAME = {
 }
 
 
+def name_of(node: ast.stmt) -> str:
+    """Return the name of a class, a function or a type that a statement defines, else an empty one."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return node.name
+    target: ast.expr | None = None
+    if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+        target = node.target
+    elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(
+        ("Annotated[", "NewType(")
+    ):
+        target = node.targets[0]
+    return target.id if isinstance(target, ast.Name) else ""
+
+
 def find_names() -> dict[str, list[str]]:
-    """Return the modules of each public class and function at module level, by its name."""
+    """Return the modules of each public class, function and type at module level, by its name."""
     modules = defaultdict(list)
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if not isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    continue
-                if not node.name.startswith("_"):
-                    modules[node.name].append(path.relative_to(ROOT).as_posix())
+                name = name_of(node)
+                if name and not name.startswith("_"):
+                    modules[name].append(path.relative_to(ROOT).as_posix())
     return modules
 
 

@@ -14,8 +14,8 @@ from kvconnector.bench.sizes import format_bytes
 from kvconnector.errors import ConfigError
 
 SPARE_FACTOR = 2
-"""Blocks of a pool, as a multiple of those of the longest request."""
-Blocks: TypeAlias = list[list[int]]
+"""BlockLists of a pool, as a multiple of those of the longest request."""
+BlockLists: TypeAlias = list[list[int]]
 """Block ids by cache group."""
 LENGTH_SPREAD = 16
 """Requests of a case differ from its nominal length by up to one in this many tokens, as in a service."""
@@ -26,8 +26,8 @@ class Transfer:
     """One request's blocks on both sides, by cache group."""
 
     num_tokens: int
-    prefill_blocks: Blocks
-    decode_blocks: Blocks
+    prefill_blocks: BlockLists
+    decode_blocks: BlockLists
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Deployment:
         for shape in self.shapes.values():
             longest = shape.first_blocks(options.model, self._longest)
             needed = shape.first_blocks(options.model, num_tokens)
-            chosen: Blocks = []
+            chosen: BlockLists = []
             for (_, most), (_, count), size in zip(
                 longest, needed, self.num_blocks(shape), strict=True
             ):

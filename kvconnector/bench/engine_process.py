@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvconnector.bench.deployment import Blocks, Deployment
+from kvconnector.bench.deployment import BlockLists, Deployment
 from kvconnector.bench.limits import perftest_server, serve_stream
 from kvconnector.bench.options import TIMEOUT_S, control_settings
 from kvconnector.bench.peers import peer_variables
@@ -143,7 +143,7 @@ class Engine(ExitStack):
         self._scheduler = self.enter_context(Scheduler(config, workers, retentions=retentions))
         return list(dict.fromkeys(text for _, warnings in started for text in warnings))
 
-    def offer(self, requests: list[tuple[str, Blocks, int]]) -> list[dict[str, Any]]:
+    def offer(self, requests: list[tuple[str, BlockLists, int]]) -> list[dict[str, Any]]:
         """Hold requests (id, blocks, tokens) with the next step. Returns the `kv_transfer_params` of each."""
         return [
             self._scheduler.offer(
@@ -157,13 +157,13 @@ class Engine(ExitStack):
         for request_id, each in params.items():
             self._scheduler.on_new_request(request_id, each)
 
-    def want(self, requests: list[tuple[str, dict[str, Any], Blocks, int]]) -> None:
+    def want(self, requests: list[tuple[str, dict[str, Any], BlockLists, int]]) -> None:
         """Queue requests, and load them with the next step."""
         for request_id, params, blocks, num_tokens in requests:
             self._scheduler.on_new_request(request_id, params)
             self._order_load(request_id, blocks, num_tokens)
 
-    def _order_load(self, request_id: str, blocks: Blocks, num_tokens: int) -> None:
+    def _order_load(self, request_id: str, blocks: BlockLists, num_tokens: int) -> None:
         """Load a queued request with the next step."""
         external, _ = self._scheduler.matched_tokens(request_id, num_tokens + 1, 0)
         firsts = self._firsts(num_tokens)
@@ -219,7 +219,7 @@ class Engine(ExitStack):
         seconds = max(end for _, end in spans) - min(start for start, _ in spans)
         return seconds, set[str]().union(*(each.paths for each in driven))
 
-    def receive(self, requests: dict[str, tuple[Blocks, int]]) -> tuple[list[float], set[str]]:
+    def receive(self, requests: dict[str, tuple[BlockLists, int]]) -> tuple[list[float], set[str]]:
         """Turn the loop until announced or wanted requests (blocks, tokens) are loaded, the announced ones when they
         may be asked for. Returns when each load was over, in seconds of the host's monotonic clock, and their paths.
 
@@ -242,7 +242,7 @@ class Engine(ExitStack):
         return ended_s, paths
 
     def compute(
-        self, blocks: dict[str, Blocks], num_tokens: int, share: int, rate: float
+        self, blocks: dict[str, BlockLists], num_tokens: int, share: int, rate: float
     ) -> Computed:
         """Compute requests of `num_tokens`, `share` tokens of each in a step and `rate` of all in a second, and offer
         them.

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import ROUTER_HOP_S, Engine, EngineProcess
-from kvconnector.bench.options import Settings
+from kvconnector.bench.options import SettingsByPart
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.rank_process import RankProcess
@@ -108,7 +108,9 @@ class EnginePair(ProcessPair):
 
     name, kind = "kvconnector", "ours"
 
-    def __init__(self, deployment: Deployment, settings: Settings = MappingProxyType({})) -> None:
+    def __init__(
+        self, deployment: Deployment, settings: SettingsByPart = MappingProxyType({})
+    ) -> None:
         self._settings = dict(settings)
         self.paths: set[str] = set()
         self.lanes: list[str] = []

@@ -25,7 +25,7 @@ TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
 """Prefixes of environment variables that count for a benchmark's engines."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-Settings: TypeAlias = Mapping[str, Mapping[str, object]]
+SettingsByPart: TypeAlias = Mapping[str, Mapping[str, object]]
 """Settings of `ConnectorConfig`, by section."""
 
 
@@ -85,7 +85,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
 
     def config(
-        self, engine_id: str, role: str, settings: Settings = MappingProxyType({})
+        self, engine_id: str, role: str, settings: SettingsByPart = MappingProxyType({})
     ) -> ConnectorConfig:
         """Return the connector's configuration for one engine: the environment's tuning, overridden by the options, and
         both by `settings`. Raises ConfigError: settings do not exist, or do not fit together.

@@ -23,7 +23,7 @@ from kvconnector.bench.options import TIMEOUT_S
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
 
-Bursts: TypeAlias = Sequence[Sequence[Sequence[int]]]
+IdBursts: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """Block ids by request and cache group."""
 
 
@@ -55,7 +55,7 @@ class PeerAgent(ExitStack):
         """Connect, and prepare transfers. Raises TransportError: the library refuses."""
 
     @abstractmethod
-    def read(self, remote: Bursts, local: Bursts) -> float:
+    def read(self, remote: IdBursts, local: IdBursts) -> float:
         """Read requests into these blocks, and wait for them by polling, as an engine would. Returns the seconds,
         including those for making the requests.
 
@@ -140,7 +140,7 @@ class NixlAgent(PeerAgent):
         except Exception as error:
             raise TransportError(f"NIXL cannot connect: {error}") from error
 
-    def read(self, remote: Bursts, local: Bursts) -> float:
+    def read(self, remote: IdBursts, local: IdBursts) -> float:
         pairs = [(self._indices(a), self._indices(b)) for a, b in zip(local, remote, strict=True)]
         deadline_s = time.monotonic() + TIMEOUT_S
         began_s = time.perf_counter()
@@ -195,7 +195,7 @@ class MooncakeAgent(PeerAgent):
         self._peer = peer.metadata.decode()
         self._mine, self._theirs = self._blocks(self._addresses()), self._blocks(peer.addresses)
 
-    def read(self, remote: Bursts, local: Bursts) -> float:
+    def read(self, remote: IdBursts, local: IdBursts) -> float:
         batches = []
         for theirs, mine in zip(remote, local, strict=True):
             here, there = self._mine[self._indices(mine)], self._theirs[self._indices(theirs)]

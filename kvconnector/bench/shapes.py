@@ -31,7 +31,7 @@ Keeps = Literal["all", "window", "chunk", "encoder", "state"]
 """`kvconnector.planning.Keeps`, which the releases that a soak runs do not all have."""
 MAX_COUNT = (1 << 31) - 1
 """The largest number of heads, or of a head's elements, that a message carries."""
-Count = Annotated[int, Meta(ge=1)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,12 +261,12 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time.
     """
 
-    tp: Count = 1
-    pp: Count = 1
-    block: Count = 16
+    tp: AtLeastOne = 1
+    pp: AtLeastOne = 1
+    block: AtLeastOne = 16
     layout: Layout = "NHD"
-    dcp: Count = 1
-    interleave: Count = 1
+    dcp: AtLeastOne = 1
+    interleave: AtLeastOne = 1
 
     def __post_init__(self) -> None:
         if self.tp * self.pp > MAX_RANKS:

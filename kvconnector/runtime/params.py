@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
-from kvconnector.ids import PRINTED, EngineAddress, EngineId, Id
+from kvconnector.ids import EngineAddress, EngineId, Id
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import HoldRequest
 from kvconnector.topology import EngineGeometry
@@ -26,7 +26,6 @@ from kvconnector.topology import EngineGeometry
 from kvconnector.wire.messages import Secret128
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=PRINTED)]
 
 MAX_TOKENS = (1 << 31) - 1
 """Most tokens of a prompt that is still computed."""
@@ -65,7 +64,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     remote_engine_id: Id
     remote_request_id: Id
     remote_block_ids: tuple[tuple[BlockId, ...], ...]
-    remote_host: Text
+    remote_host: Id
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
     transfer_secret: Secret128

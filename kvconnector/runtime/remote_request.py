@@ -63,14 +63,14 @@ def tokens_to_load(
 
 class RemoteRequest(msgspec.Struct, eq=False, gc=False):
     """A request and its load. `is_finished`: the engine has finished it, and only the load has not ended. A followed
-    one waits until the producer `has_begun`.
+    one waits until the producer `producer_started`.
     """
 
     params: TransferParams
     retentions: tuple[Retention, ...]
     stage: Literal["wanted", "loading", "over"] = "wanted"
     is_finished: bool = False
-    has_begun: bool = False
+    producer_started: bool = False
     num_computed_tokens: int = 0
 
     def resume_at(self, limit: int) -> int:

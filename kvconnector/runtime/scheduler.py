@@ -301,7 +301,7 @@ class Scheduler:
         for it would be idle, so ask again after an `update`.
         """
         remote = self._requests.get(request_id)
-        return remote is not None and remote.params.is_followed and not remote.has_begun
+        return remote is not None and remote.params.is_followed and not remote.producer_started
 
     def load(
         self,
@@ -417,7 +417,7 @@ class Scheduler:
         for request_id in output.finished_sending:
             self._offers.released(request_id)
         for request_id in output.begun & self._requests.keys():
-            self._requests[request_id].has_begun = True
+            self._requests[request_id].producer_started = True
         for request_id in output.finished_recving & self._requests.keys():
             remote = self._requests[request_id]
             remote.stage = "over"

@@ -15,7 +15,7 @@ from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.topology.geometry import GroupGeometry
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
+ElementOrder = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
 MAX_SEGMENTS = 1 << 12
 """The most segments of a route. Each costs time in every read; real engines need one or a few per cache group."""
@@ -37,7 +37,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     head_stop: Index
     head_token_bytes: Index
     stripe: Stripe = ALL_TOKENS
-    order: Order = "HND"
+    order: ElementOrder = "HND"
 
     @property
     def part_token_bytes(self) -> int:

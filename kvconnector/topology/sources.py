@@ -34,8 +34,8 @@ from kvconnector.topology.geometry import REPLICAS_BY_INDEX, EngineGeometry, Gro
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A stage's offer of a family of parts: adjacent layers, the tokens of `stripes`, and in `pieces` disjoint head
+class StageShare:
+    """A stage's share of a family of parts: adjacent layers, the tokens of `stripes`, and in `pieces` disjoint head
     ranges in ascending order, each with the ranks that hold all of it, in rank order.
     """
 
@@ -68,7 +68,7 @@ def sources_of(
     consumer: EngineGeometry, producer: EngineGeometry, rotation: int
 ) -> dict[Replicas, dict[int, Rank]]:
     """Return which replica each consumer rank reads, by the number of the rank, for all replicas that some rank needs.
-    `rotation` is that of the consumer. Raises as `offers`.
+    `rotation` is that of the consumer. Raises as `stage_shares`.
     """
     numbers: dict[tuple[GroupGeometry, ...], list[int]] = {}
     for number, rank in enumerate(consumer.ranks):
@@ -76,9 +76,9 @@ def sources_of(
     takers: dict[Replicas, list[tuple[int, int]]] = {}
     for groups, alike in numbers.items():
         needed = {
-            (offer.group, replicas)
-            for offer in offers(groups, producer)
-            for _, replicas in offer.pieces
+            (share.group, replicas)
+            for share in stage_shares(groups, producer)
+            for _, replicas in share.pieces
         }
         for key in needed:
             dcp_rank = groups[key[0]].dcp_rank
@@ -116,7 +116,7 @@ def _by_id(
     return {number: replicas[(number + rotation) // dcp_size % size] for _, number in takers}
 
 
-def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
+def stage_shares(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[StageShare]:
     """Yield what an engine has of these cache groups, of which it may lack the last ones, if they are optional. Raises
     IncompatiblePeerError: it lacks a layer or a head.
     """
@@ -138,13 +138,13 @@ def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[
 
 def _offers_of_stage(
     index: int, group: GroupGeometry, layers: tuple[int, ...], remote: EngineGeometry, pp_rank: int
-) -> Iterator[Offer]:
+) -> Iterator[StageShare]:
     held = remote.shares[pp_rank][index]
     theirs = held[0][0][0].context_parallel
     for number, family in enumerate(group.families):
         for dcp_rank, stripes in _sharing(group.context_parallel, theirs):
             pieces = _pieces(family.head_range, number, held[dcp_rank])
-            yield Offer(index, number, layers, stripes, pieces)
+            yield StageShare(index, number, layers, stripes, pieces)
 
 
 @lru_cache(maxsize=1024)

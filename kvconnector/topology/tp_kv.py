@@ -40,7 +40,7 @@ from kvconnector.topology.geometry import (
     parts_of,
 )
 from kvconnector.topology.segments import Segment, Target, differ
-from kvconnector.topology.sources import Offer, Replicas, offers, rotation_of, sources_of
+from kvconnector.topology.sources import Replicas, StageShare, rotation_of, sources_of, stage_shares
 
 MAX_REMOTES = 1 << 10
 """The most engines that a topology remembers: all of a large deployment, but not every one that ever restarted."""
@@ -138,9 +138,9 @@ class TpKVTopology:
         self._check_same_parts(remote)
         sources = sources_of(self.engine, remote, self.rotation)
         found: dict[Rank, list[Segment]] = {}
-        for offer in offers(self.geometry.groups, remote):
-            for source, heads in self._assigned(offer, sources):
-                found.setdefault(source, []).extend(self._segments(offer, heads))
+        for share in stage_shares(self.geometry.groups, remote):
+            for source, heads in self._assigned(share, sources):
+                found.setdefault(source, []).extend(self._segments(share, heads))
         return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
@@ -336,24 +336,24 @@ class TpKVTopology:
             )
 
     def _assigned(
-        self, offer: Offer, sources: Mapping[Replicas, Mapping[int, Rank]]
+        self, share: StageShare, sources: Mapping[Replicas, Mapping[int, Rank]]
     ) -> list[tuple[Rank, range]]:
-        """Return the ranks that deliver an offer, each with its heads, in ascending order."""
+        """Return the ranks that deliver a share, each with its heads, in ascending order."""
         assigned: list[tuple[Rank, range]] = []
-        for heads, replicas in offer.pieces:
-            rank = sources[offer.group, replicas][self.global_rank]
+        for heads, replicas in share.pieces:
+            rank = sources[share.group, replicas][self.global_rank]
             continues = assigned and assigned[-1][0] == rank
             start = assigned.pop()[1].start if continues else heads.start
             assigned.append((rank, range(start, heads.stop)))
         return assigned
 
-    def _segments(self, offer: Offer, heads: range) -> Iterator[Segment]:
-        family = self.geometry.groups[offer.group].families[offer.family]
-        for stripe in offer.stripes:
+    def _segments(self, share: StageShare, heads: range) -> Iterator[Segment]:
+        family = self.geometry.groups[share.group].families[share.family]
+        for stripe in share.stripes:
             yield Segment(
-                group=offer.group,
-                family=offer.family,
-                layers=offer.layers,
+                group=share.group,
+                family=share.family,
+                layers=share.layers,
                 num_parts=family.num_parts,
                 head_start=heads.start,
                 head_stop=heads.stop,

@@ -16,14 +16,13 @@ from msgspec import Meta
 from kvconnector.ids import PRINTED, Id
 from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
 from kvconnector.topology import Segment
-from kvconnector.topology.segments import MAX_SEGMENTS
+from kvconnector.topology.segments import MAX_SEGMENTS, Index
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_TEXT = 4096
 """The most characters of a reason. Who sends a longer one cuts it; the `statement` of an error has no others."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=PRINTED)]
-Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
 # ASCII, because Python compares in constant time ASCII text only. `$` would also match before a final newline.

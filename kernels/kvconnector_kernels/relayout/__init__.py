@@ -19,7 +19,7 @@ from kvconnector_kernels.relayout.receive import (
     receive_layout,
 )
 from kvconnector_kernels.relayout.runs import TokenRuns
-from kvconnector_kernels.relayout.sides import Order, PackedSide, PagedSide, PartTable, Side
+from kvconnector_kernels.relayout.sides import ElementOrder, PackedSide, PagedSide, PartTable, Side
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.cpu import relayout_cpu
@@ -36,7 +36,7 @@ __all__ = [
     "BlockIdsAt",
     "BlockIdsError",
     "GeometryMismatchError",
-    "Order",
+    "ElementOrder",
     "PackedSide",
     "PagedSide",
     "PartTable",

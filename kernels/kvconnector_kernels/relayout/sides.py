@@ -26,9 +26,9 @@ from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 if TYPE_CHECKING:
     import torch
 
-Order: TypeAlias = Literal["HND", "NHD", "HDN"]
+ElementOrder: TypeAlias = Literal["HND", "NHD", "HDN"]
 ROW_COLUMNS = 5
-_ORDERS: tuple[str, ...] = get_args(Order)
+_ORDERS: tuple[str, ...] = get_args(ElementOrder)
 
 
 class PartTable:
@@ -88,7 +88,7 @@ class PartTable:
         )
 
     @property
-    def order(self) -> Order:
+    def order(self) -> ElementOrder:
         """The axes of one block by falling stride. With one head or one token, HND.
 
         Raises:
@@ -99,7 +99,7 @@ class PartTable:
             raise GeometryMismatchError(f"the parts of one table are stored as {sorted(orders)}")
         return orders.pop()
 
-    def _order_of(self, strides: npt.NDArray[np.int64]) -> Order:
+    def _order_of(self, strides: npt.NDArray[np.int64]) -> ElementOrder:
         head, token, dim = (int(stride) for stride in strides)
         if self.block_size > 1 and self.head_dim > 1 and dim > token:
             return "HDN"
@@ -168,7 +168,7 @@ class PackedSide:
 
     address: int
     nbytes: int
-    order: Order
+    order: ElementOrder
     device: str
 
     def __post_init__(self) -> None:

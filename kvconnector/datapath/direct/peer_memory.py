@@ -21,7 +21,7 @@ _OR_ELSEWHERE = (
 )
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
-Place: TypeAlias = tuple[int, int, int]
+MappedRange: TypeAlias = tuple[int, int, int]
 """Memory of the producer: its address there, its bytes, and the address here minus the one there."""
 
 
@@ -70,7 +70,7 @@ def check_alive(statm: int, pid: int) -> None:
         raise PeerLostError("the process that is read is gone", pid=pid)
 
 
-def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[Place]:
+def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[MappedRange]:
     """Map the allocations of an export for kernels on `device`, until `opened` is closed. Allocations of this very
     process are there already.
 

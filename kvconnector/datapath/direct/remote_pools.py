@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvconnector.datapath.direct.board import is_valid
 from kvconnector.datapath.direct.export_check import rows_of
 from kvconnector.datapath.direct.peer_memory import (
-    Place,
+    MappedRange,
     check_alive,
     map_allocations,
     map_file,
@@ -78,7 +78,7 @@ class RemotePools:
 
 
 def tables_of(
-    export: PoolExport, device: str, places: list[Place]
+    export: PoolExport, device: str, places: list[MappedRange]
 ) -> dict[tuple[int, int], PartTable]:
     """Return an export's part tables by group and family, with the addresses here. Raises TransportError: they make no
     sense, or a part is in none of the places.
@@ -100,7 +100,7 @@ def tables_of(
         raise TransportError(f"the producer's part tables make no sense: {exc}") from exc
 
 
-def _to_here(rows: npt.NDArray[np.int64], places: list[Place]) -> npt.NDArray[np.int64]:
+def _to_here(rows: npt.NDArray[np.int64], places: list[MappedRange]) -> npt.NDArray[np.int64]:
     for row in rows:
         address = int(row[0])
         for there, nbytes, offset in places:

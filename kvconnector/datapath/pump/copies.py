@@ -25,12 +25,12 @@ from kvconnector.datapath.lanes import IN_SLOT, Lane, Span, Window
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer
-from kvconnector.datapath.pump.marks import Requests
+from kvconnector.datapath.pump.marks import RequestBlocks
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.records import DIGEST_BYTES, num_words
 from kvconnector_kernels.relayout import (
-    Order,
+    ElementOrder,
     PackedSide,
     RelayoutError,
     Side,
@@ -110,7 +110,7 @@ class Copies:
         self._slots = slots
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
-    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
         """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded; None stands
         for the blocks of any request. Other copies may wait as well.
         """
@@ -263,4 +263,4 @@ class Copies:
 
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
     """Return slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for any."""
-    return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
+    return {order: PackedSide(address, nbytes, order, device) for order in get_args(ElementOrder)}

@@ -24,7 +24,7 @@ from kvconnector.datapath.pump.copies import (
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
-from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
+from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, RequestBlocks
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.load import RankRead
@@ -112,7 +112,7 @@ class CudaCopies(Copies):
         # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
-    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
         self._cuda.cuCtxSetCurrent(self.begin[1])
         self.streams.order_after(event, requests)
 
@@ -288,7 +288,7 @@ class CopyStreams:
         self.board, *self.copies = streams
         self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
 
-    def order_after(self, event: torch.cuda.Event, requests: Requests | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
         # unlike torch's own calls these keep the GIL
         mark: int = event.cuda_event
         index, number = self.marks.add(requests)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvconnector.planning import GroupBlocks
 
-Requests: TypeAlias = Sequence[Sequence[GroupBlocks]]
+RequestBlocks: TypeAlias = Sequence[Sequence[GroupBlocks]]
 """For each of some requests, its blocks by cache group."""
 
 FREE_STREAM = 0
@@ -20,7 +20,7 @@ FREE_STREAM = 0
 class _Mark(NamedTuple):
     stream: int
     number: int
-    requests: Requests | None
+    requests: RequestBlocks | None
 
 
 class Marks:
@@ -42,7 +42,7 @@ class Marks:
         pending = ", ".join(f"{mark.number} on stream {mark.stream}" for mark in self._pending)
         return f"<Marks pending: {pending or 'none'}>"
 
-    def add(self, requests: Requests | None) -> tuple[int, int]:
+    def add(self, requests: RequestBlocks | None) -> tuple[int, int]:
         """Add a mark. Returns the stream that must wait for it, and the number that this stream must then set.
         Kernels before the mark use the blocks of `requests`, or of any request if it is None.
         """

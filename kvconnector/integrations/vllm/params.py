@@ -78,8 +78,8 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
 NO_PARAMS = RequestParams()
 
 
-Text = Annotated[str, Meta(max_length=512)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+ShortText = Annotated[str, Meta(max_length=512)]
+TokenCount = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class _Keys(msgspec.Struct, frozen=True):
@@ -89,8 +89,10 @@ class _Keys(msgspec.Struct, frozen=True):
     do_remote_decode: bool = False
     remote_tokens_digest: Annotated[str, Meta(max_length=2 * _DIGEST_BYTES)] | None = None
     remote_first_token: Any = None
-    remote_prompt_context: Annotated[dict[str, Text], Meta(max_length=8)] | None = None
-    remote_prefix_digests: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=8)] = ()
+    remote_prompt_context: Annotated[dict[str, ShortText], Meta(max_length=8)] | None = None
+    remote_prefix_digests: Annotated[
+        tuple[tuple[TokenCount, ShortText], ...], Meta(max_length=8)
+    ] = ()
 
 
 def decoded(params: object, *, is_bidirectional: bool) -> RequestParams:

@@ -26,7 +26,7 @@ RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
 LOCKED_BYTES_PER_DEVICE = 39_845_888
 """The least that UCX locks for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
 
-Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
+ResourcesOf: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
 """Returns the resources that UCX could use with these options, which are named without `UCX_`."""
 
 
@@ -56,7 +56,7 @@ class RdmaChoice:
         device: str = "cpu",
         *,
         staging_bytes: int = 0,
-        offers: Offers | None = None,
+        offers: ResourcesOf | None = None,
     ) -> None:
         self._path = library.path
         self._staging_bytes = staging_bytes if device == "cpu" else 0
