@@ -18,7 +18,7 @@ deadline has passed, the sessions get a `Tick`; a turn never sleeps beyond that.
 
 Blocking. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile kernels,
 open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to the
-driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
+driver's thread, so order is kept. A turn decodes messages and handles events for `pacing.WORK_S` at most, then passes
 through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
 
 Order. A peer's messages count before its loss, which the control channel reports after them. The driver handles events
@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.zmq import ControlChannel
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump import pacing
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.cuda_context import CudaContext
@@ -77,17 +78,12 @@ logger = logging.getLogger(__name__)
 PostedStep: TypeAlias = tuple[Sequence[Order], list[Blocks], "torch.cuda.Event | None"]
 """A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
-BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
 """A data path with many small chunks always has something to report: the control channel and the engine's orders must
 not wait for it.
 """
-MAX_WORK_S = 1e-3
-"""Seconds for which a turn decodes messages and handles events. The next begins in the data path, without the GIL."""
 MAX_QUEUED_EVENTS = 1024
 """With this many events queued, a turn takes no more messages from peers."""
-MAX_SLEEP_S = 0.5
-"""Longest sleep in seconds: a transport notices some losses only when it is polled."""
 
 
 class Driver:
@@ -174,7 +170,7 @@ class Driver:
         """
         self._stop_after_report = stop_after_report
         self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
-        self._late_at = self.clock() + MAX_WORK_S
+        self._late_at = self.clock() + pacing.WORK_S
         self._look()
 
     def progress_inline(self, limit_s: float, *, orders_only: bool = False) -> None:
@@ -204,7 +200,9 @@ class Driver:
         """
         if self._events or self._inbox or self.links.with_unsent or self.links.arrived:
             return 0.0
-        timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
+        is_settled = self.links.control.is_settled
+        longest_s = pacing.MAX_SLEEP_S if is_settled else pacing.MAX_UNSETTLED_SLEEP_S
+        timeout_s = min(timeout_s, longest_s)
         return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 
     def _look(self, *, inline: bool = False) -> None:

@@ -52,12 +52,13 @@ from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector.runtime.driver import MAX_SLEEP_S, Driver
+from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import LoadInFlight
 from kvconnector.session.orders import Order
@@ -68,19 +69,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
 """Seconds of these for which `close` waits for consumers to unmap the pools, which takes them milliseconds."""
-# How long the engine's thread tries to acquire the data path: when it polls, and when it has nothing else to do.
-POLL_LIMIT_S = 5e-6
-WAIT_LIMIT_S = 50e-6
-POLL_WORK_S = 0.7e-3
-"""Seconds for which a poll works on pending events; see `worker.START_STEP_S`."""
-YIELD_S = 50e-6
-"""Seconds for which the engine's thread sleeps to let the driver's thread have the GIL."""
-RETRY_S = 1e-3
-"""Seconds for which the engine's thread sleeps before it tries again."""
 
 
 _held: dict[DriverThread, tuple[int, object]] = {}
@@ -153,7 +144,7 @@ class DriverThread:
         self._driver.put(orders)
         if inline_s > 0.0 and not self._datapath.lock.is_handshaking:
             progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
-            if self._run_inline(POLL_LIMIT_S, progress):
+            if self._run_inline(pacing.POLL_LIMIT_S, progress):
                 return
         if not self._datapath.lock.notify():
             self.control.wake()
@@ -162,9 +153,9 @@ class DriverThread:
         """Do the work that the driver's thread would do if it had the GIL. Takes a microsecond if there is none."""
         if not self._datapath.lock.has_pending():
             return
-        progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
-        if self._run_inline(POLL_LIMIT_S, progress) and self._datapath.lock.is_starved:
-            time.sleep(YIELD_S)
+        progress = partial(Driver.progress_inline, limit_s=pacing.POLL_WORK_S)
+        if self._run_inline(pacing.POLL_LIMIT_S, progress) and self._datapath.lock.is_starved:
+            time.sleep(pacing.YIELD_S)
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox. Returns False if `timeout_s` passed before."""
@@ -173,8 +164,8 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
-            if not self._run_inline(WAIT_LIMIT_S, partial(self._drive, until_s)):
-                self._outbox.wait(min(left_s, RETRY_S))
+            if not self._run_inline(pacing.WAIT_LIMIT_S, partial(self._drive, until_s)):
+                self._outbox.wait(min(left_s, pacing.LOOK_AGAIN_S))
         return True
 
     def await_withdrawal(self, request_ids: Sequence[str], timeout_s: float) -> None:
@@ -183,14 +174,14 @@ class DriverThread:
         assert driver is not None  # the driver got the orders
         producer, until_s = driver.producer, time.monotonic() + timeout_s
         assert producer is not None  # these are its orders
-        progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
+        progress = partial(Driver.progress_inline, limit_s=pacing.POLL_WORK_S)
         # a queued order may still grant one
         while driver.num_queued or any(map(producer.holds, request_ids)):
             if time.monotonic() >= until_s:
                 logger.debug("withdrawn prompts can be read for longer: %s", request_ids)
                 return
-            if not self._run_inline(WAIT_LIMIT_S, progress):
-                time.sleep(YIELD_S)
+            if not self._run_inline(pacing.WAIT_LIMIT_S, progress):
+                time.sleep(pacing.YIELD_S)
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """Return the loads that are being read."""
@@ -279,7 +270,7 @@ class DriverThread:
 
     def _give_back(self, driver: Driver) -> None:
         try:
-            self._datapath.release(driver.pump_s(MAX_SLEEP_S))
+            self._datapath.release(driver.pump_s(pacing.MAX_SLEEP_S))
         except Exception as error:
             self._fail(error)
             # otherwise no thread could ever acquire it, not even to close
@@ -290,7 +281,7 @@ class DriverThread:
             if self._context is not None:
                 self._context.allow_captures()
             while not self._is_stopping:
-                driver.turn(IDLE_TURN_S)
+                driver.turn(pacing.MAX_SLEEP_S)
             if self._failure is None:
                 self._leave(driver)
         except Exception as error:

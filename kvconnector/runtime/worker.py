@@ -12,6 +12,7 @@ from msgspec import structs
 
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
+from kvconnector.datapath.pump.pacing import WORK_S
 from kvconnector.errors import (
     ConfigError,
     GeometryError,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver_thread import DriverThread
 
 
-START_STEP_S = 1.0e-3
-"""Seconds for which `start_step` works on orders: with `poll` it delays an engine's step by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
 WITHDRAW_S = 0.005
 """Seconds for which `start_step` waits until consumers can no longer read blocks that the engine takes back."""
@@ -229,7 +228,7 @@ class Worker:
             if self._config.role != "consumer":
                 self._layers = self._layers_of(orders, pools)
             withdrawn = self._outbox.expect(orders)
-            thread.put(orders, inline_s=began_s + START_STEP_S - time.monotonic())
+            thread.put(orders, inline_s=began_s + WORK_S - time.monotonic())
             if withdrawn:
                 thread.await_withdrawal(withdrawn, WITHDRAW_S)
 
@@ -260,7 +259,7 @@ class Worker:
         self._is_quiet = True
         self._layers = None  # no lease has the layers that the step still writes
         if orders := self._outbox.give_up():
-            thread.put(orders, inline_s=START_STEP_S)
+            thread.put(orders, inline_s=WORK_S)
         until_s = time.monotonic() + timeout_s
         while awaited := self._outbox.awaited():
             left_s = until_s - time.monotonic()

@@ -40,7 +40,7 @@ from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.direct_reads import MAX_READS, DirectReads
 from kvconnector.datapath.pump.loop import Loop
 from kvconnector.datapath.pump.pacing import (
-    MAX_AWAITED_RUN_S,
+    LOOK_AGAIN_S,
     MAX_LEASE_RUN_S,
     MAX_RUN_S,
     NS_PER_S,
@@ -180,7 +180,7 @@ class DataPath:
         if self.reads.waiting and len(self.reads.active) < MAX_READS:
             return MAX_LEASE_RUN_S
         if self.lock.is_handshaking and self._is_handshaking():
-            return min(timeout_s, MAX_AWAITED_RUN_S)
+            return min(timeout_s, LOOK_AGAIN_S)
         rows = self.reads.active or self.receives.active or self.sends.active
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
 

@@ -11,6 +11,7 @@ from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop import notify, release_inline, try_acquire, wait_until_free
 
 _NS_PER_US = 1_000
+_WORK_NS = round(pacing.WORK_S * pacing.NS_PER_S)
 
 
 class DriverLock:
@@ -85,8 +86,8 @@ class DriverLock:
         if self._words.inline_thread:
             return r.INLINE
         self._entered_ns = self._state.now_ns()
-        has_worked_long = self._entered_ns - self._loop.shared_gil_ns >= pacing.WORKED_LONG_NS
-        self._loop.yield_gil_us = pacing.YIELD_GIL_US * has_worked_long
+        worked_ns = self._entered_ns - self._loop.shared_gil_ns
+        self._loop.yield_gil_us = pacing.YIELD_GIL_US * (worked_ns >= _WORK_NS)
         return r.DRIVER
 
     def acquire_again(self) -> None:

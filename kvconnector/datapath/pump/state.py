@@ -99,7 +99,7 @@ class LoopState:
         state.job_bytes = ctypes.sizeof(copies.job)
         state.hold_report_ns = pacing.HOLD_REPORT_NS
         state.spin_after_work_ns = round(spin_s * pacing.NS_PER_S)
-        looks, pause = pacing.LOOK_AT_FDS_CPU_NS, pacing.PAUSE_CPU_NS
+        looks, pause = pacing.LOOK_AT_FDS_CPU_NS, 0
         if copies.on_gpu:
             looks, pause = pacing.LOOK_AT_FDS_CUDA_NS, pacing.PAUSE_CUDA_NS
         state.look_at_fds_ns, state.pause_between_passes_ns = looks, pause

@@ -7,9 +7,10 @@ import pytest
 
 from kvconnector.config import LeaseConfig
 from kvconnector.control.base import Received
+from kvconnector.datapath.pump.pacing import WORK_S
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
+from kvconnector.runtime.driver import MAX_QUEUED_EVENTS
 from kvconnector.session import events as ev
 from kvconnector.session.link import FromPeer, Link
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
@@ -35,7 +36,7 @@ def test_an_ended_read_is_cleaned_up_even_if_another_request_ends_first(monkeypa
     # the load was never wanted, so it fails at once; another request's peer waits for a message
     want, load = WantRequest("w", "w", "5" * 32, ADDRESS), LoadRequest("unknown", (), (), ())
     driver.put([want, load])
-    driver.progress_inline(MAX_WORK_S, orders_only=True)
+    driver.progress_inline(WORK_S, orders_only=True)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     assert not driver.links.with_unsent
     assert not ended
@@ -140,7 +141,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         driver.clock = Slow()
         driver.put([WantRequest(f"w{i}", f"w{i}", "5" * 32, ADDRESS) for i in range(1000)])
         if is_inline:
-            driver.progress_inline(MAX_WORK_S)
+            driver.progress_inline(WORK_S)
         else:
             driver.turn(0.0)
         assert 900 < driver.num_queued < 1000
@@ -193,11 +194,11 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
     while driver.links.arrived or driver.num_queued or not handled:
         before = driver.num_queued + len(handled)
         if is_inline:
-            driver.progress_inline(MAX_WORK_S)
+            driver.progress_inline(WORK_S)
         else:
             driver.turn(0.0)
         # the clock is read before and after each message
         decoded = driver.num_queued + len(handled) - before
-        assert decoded <= max(1, MAX_WORK_S / Slow.tick_s) * (sent // 250)
+        assert decoded <= max(1, WORK_S / Slow.tick_s) * (sent // 250)
         assert driver.num_queued < MAX_QUEUED_EVENTS + sent // 250
     assert sum(isinstance(event, FromPeer) for event in handled) == sent
