@@ -43,6 +43,8 @@ class BuildHook(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """Return the packages that the build needs here: none, or one that brings a compiler."""
+        if self.target_name == "sdist":
+            return []
         found: list[str] = _builder(self.root).requirements(self._machine)
         return found
 
@@ -51,7 +53,12 @@ class BuildHook(BuildHookInterface[Any]):
         return os.environ.get("KVCONNECTOR_WHEEL_MACHINE", "")
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the library, and name the wheel's platform."""
+        """Build the library, and name the wheel's platform. Sources only get the commit that they are of."""
+        self._folder = tempfile.TemporaryDirectory()
+        if version != "editable":
+            self._include_commit(build_data)
+        if self.target_name == "sdist":
+            return
         builder = _builder(self.root)
         build_data["pure_python"] = False
         glibc = builder.OLDEST_GLIBC.replace(".", "_")
@@ -62,16 +69,19 @@ class BuildHook(BuildHookInterface[Any]):
         if version == "editable":
             builder.build_in_checkout()
             return
-        self._folder = tempfile.TemporaryDirectory()
         library = Path(self._folder.name, builder.NAME)
         builder.build(library, self._machine)
         build_data["force_include"][str(library)] = f"kvconnector_kernels/{builder.NAME}"
-        if commit := _commit(self.root):
+
+    def _include_commit(self, build_data: dict[str, Any]) -> None:
+        commit = _commit(self.root)
+        if (
+            commit and not Path(self.root, "kvconnector", "_commit").exists()
+        ):  # else it is one of the sources
             named = Path(self._folder.name, "_commit")
             named.write_text(f"{commit}\n")
             build_data["force_include"][str(named)] = "kvconnector/_commit"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what is in the wheel now."""
-        if version != "editable":
-            self._folder.cleanup()
+        """Remove what is in the wheel or the archive now."""
+        self._folder.cleanup()

@@ -80,7 +80,7 @@ def test_files_for_the_host_name_what_exists():
     assert programs
     assert all((ROOT / program).is_file() for program in programs)
     extras = PROJECT["optional-dependencies"]
-    (named,) = re.findall(r"kvconnector\[([\w,-]+),\$", (ROOT / "Dockerfile").read_text())
+    (named,) = re.findall(r"\.whl\)\[([\w,-]+),\$", (ROOT / "Dockerfile").read_text())
     assert set(named.split(",")) <= extras.keys()
 
 

@@ -2,9 +2,11 @@
 
 import platform
 import shutil
+import tarfile
 import zipfile
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from kvconnector import _version
@@ -93,6 +95,24 @@ def test_a_wheel_is_for_all_pythons_of_this_machine_and_has_the_library(tmp_path
         ]
         assert needed
         assert not any("numba" in line for line in needed)
+
+
+def test_an_archive_of_sources_and_the_wheel_made_of_it_name_their_commit(tmp_path, monkeypatch):
+    if not (build.system_compiler() or build.has_zig()):
+        pytest.skip("no C compiler works here")
+    monkeypatch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
+    (path,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (sources,) = (each for each in tmp_path.iterdir() if each.is_dir())
+    assert _version._version(sources / "kvconnector") == _version.__version__
+    (path,) = WheelBuilder(str(sources)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(tmp_path / "installed")
+    assert len(names) == len({*names})
+    assert _version._version(tmp_path / "installed" / "kvconnector") == _version.__version__
+    assert not any(name.startswith(("scripts", "tests", "examples")) for name in names)
 
 
 def test_a_wheel_of_a_checkout_names_its_commit_in_its_version(tmp_path, monkeypatch):
