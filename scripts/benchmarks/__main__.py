@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
 from kvconnector.bench import file_errors
+from kvconnector.bench.results import format_seconds
 from kvconnector.bench.sizes import parse_tokens
+from kvconnector.bench.tables import Fitted
 from kvconnector.cli.app import CONTEXT, STATUSES, run
 from kvconnector.cli.bench import CUTS, PAIR, Benchmark, bench, commands_of
 from kvconnector.cli.console import (
@@ -24,7 +28,10 @@ from kvconnector.cli.console import (
     OutputPath,
     draw_loglog,
     picture,
+    progress_bar,
+    terminal,
 )
+from scripts.benchmarks import turns as two_trees
 from scripts.benchmarks.inferencex import BurstOptions
 from scripts.benchmarks.soak import SoakOptions
 
@@ -159,6 +166,34 @@ BENCHMARKS = {
 )
 def app() -> None:
     """Measure kvconnector in a checkout: the benchmarks of `kvconnector bench`, and developers' own."""
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True}, short_help="Two checkouts in turns."
+)
+@click.argument("trees", nargs=2, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("benchmark", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--rounds", type=click.IntRange(1), default=5, help="Runs of each checkout.")
+def turns(trees: tuple[Path, Path], benchmark: tuple[str, ...], rounds: int) -> None:
+    """Run a benchmark of two checkouts in turns, as it is and with packed reads only.
+
+    Example: scripts/bench turns --rounds 3 ../before . request --device cuda:0:1 --tokens 16,128 --iterations 60
+    """
+    ways = {"any way": {}, "packed": {"KVCONNECTOR_PATHS_DIRECT": "never"}}
+    found: dict[two_trees.Key, tuple[list[float], list[float]]] = {}
+    with progress_bar("turns") as progress:
+        for number, way in product(range(rounds), ways):
+            for index in two_trees.order(number):
+                progress(f"round {number + 1} of {rounds}, {way}, {trees[index]}")
+                report = two_trees.run(trees[index], benchmark, ways[way])
+                for case, contender, median_s in two_trees.medians_of(report):
+                    rows = found.setdefault((way, case, contender.partition(" (")[0]), ([], []))
+                    rows[index].append(median_s)
+    table = Table("way", "case", "contender", *map(str, trees), "ratio")
+    for each in two_trees.compare(found):
+        medians = [format_seconds(seconds) for seconds in each.medians_s]
+        table.add_row(*each.key, *medians, f"{each.ratio:.3f}")
+    terminal().print(Fitted(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
