@@ -53,7 +53,7 @@ def draw(found: dict[str, dict[int, float]], path: Path) -> None:
         axes.set_ylabel("decode engine's first token, ms")
         axes.set_ylim(0, 85)
         axes.margins(x=0.1)
-        axes.legend()
+        axes.legend(loc="upper left")  # "best" takes seconds on a busy machine, and then warns
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)

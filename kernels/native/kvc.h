@@ -187,7 +187,7 @@ struct kvc_span {
     int64_t stream;
     int64_t part_bytes;
     int64_t max_programs;       /* of a job, */
-    int64_t max_uncapped_bytes; /* unless it has at most so many bytes */
+    int64_t max_uncapped_bytes; /* unless it has at most this number of bytes */
 };
 
 /* ---- the loop: loop.c ---- */

@@ -15,7 +15,7 @@
 #endif
 
 enum {
-    TILE_ITEMS = 32, /* tiles of so many items squared stay in the first-level cache on both sides */
+    TILE_ITEMS = 32, /* items on a side of a square tile: a tile stays in the first-level cache on both sides */
     LINE_BYTES = 64,
     MIN_STREAMED_BYTES = 128, /* shorter runs spend more on their unaligned ends than streaming saves */
 };

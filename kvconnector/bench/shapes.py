@@ -192,9 +192,9 @@ def sparse_mla(name: str, num_layers: int, indexed: Iterable[int] | None = None)
 def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
     """Return a model with DeepSeek-V4's compressed attention, as vLLM caches it in fp8.
 
-    Every layer keeps a window of 128 latents. One with a ratio of 4 or 128 (else 0) also keeps a latent for so many
-    tokens, with 4 an indexer's key beside it, and in float32 what the next row needs of the latest tokens: with 4 rows
-    overlap, so these are a window of 8, with 128 one of 128.
+    Every layer keeps a window of 128 latents. One with a ratio of 4 or 128 (else 0) also keeps a latent for each 4 or
+    128 tokens, with 4 an indexer's key beside it, and in float32 what the next row needs of the latest tokens: with 4
+    rows overlap, so these are a window of 8, with 128 one of 128.
 
     Args:
         name: The model's name.

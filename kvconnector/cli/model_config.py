@@ -421,7 +421,7 @@ class _Config:
             name, keeps, names = ATTENTION[kind]
             size = self.number(*names) if names else 0
             if kind == "window" and self.architecture.startswith("cohere2"):
-                size += 1  # its windows have the token itself beside so many
+                size += 1  # its windows have the token itself beside this number of others
             is_global = kind == "full" and not any(own)
             token = self._global_token() if is_global else self._token(own)
             return Cached(name.format(size), token, keeps, size)

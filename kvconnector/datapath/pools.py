@@ -55,7 +55,7 @@ class Pools:
 
     @property
     def largest_row_bytes(self) -> int:
-        """The most bytes that a part has of one token, or of one state: a chunk holds so many at least."""
+        """The most bytes that a part has of one token, or of one state: a chunk holds at least this number of bytes."""
         parts = (part for group in self.groups for part in group.geometry.parts)
         return max((part.token_bytes for part in parts), default=0)
 

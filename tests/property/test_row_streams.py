@@ -38,7 +38,7 @@ class Case:
         return self.producer.model.groups[group].row_tokens
 
     def rows(self, group, num_tokens):
-        """Return the rows of a group that exist after so many tokens."""
+        """Return the rows of a group that exist once `num_tokens` tokens do."""
         if isinstance(self.retentions[group], KeepsState):
             return range(max(0, num_tokens - 1), num_tokens)
         return range(num_tokens // self.row_tokens(group))

@@ -130,8 +130,8 @@ def sources(consumer, producer):
 @given(engine_pairs())
 def test_between_engines_of_one_shape_each_rank_reads_its_own_number(pair):
     for engine in pair:
-        twin = msgspec.structs.replace(engine, engine_id="twin")
-        for rank, targets in zip(engine.ranks, sources(engine, twin), strict=True):
+        equal_engine = msgspec.structs.replace(engine, engine_id="equal")
+        for rank, targets in zip(engine.ranks, sources(engine, equal_engine), strict=True):
             assert {source for source, _ in targets} <= {rank.rank}
 
 

@@ -151,7 +151,7 @@ COMMAND = [sys.executable, "-c", "import sys; from kvconnector.cli import main; 
 
 
 def on_a_terminal(columns, arguments):
-    """Run a command on a terminal of so many columns. Returns its lines."""
+    """Run a command on a terminal of `columns` columns. Returns its lines."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
