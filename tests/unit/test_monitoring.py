@@ -23,7 +23,9 @@ STATS = (Path(__file__).parents[2] / "kvconnector/integrations/vllm/stats.py").r
 def exported():
     registry = CollectorRegistry()
     load = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), path="packed")
-    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(traces=[load]))
+    EngineMetrics("d0", Gauges(), registry=registry).observe(
+        WorkerStats(traces=[load], contained={"KeyError": 1})
+    )
     return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
 
 

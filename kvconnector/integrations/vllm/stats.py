@@ -24,6 +24,7 @@ MIB = 1 << 20
 GB = 10**9
 FAILURE_PREFIX = "failed: "
 PATH_PREFIX = "path: "
+CONTAINED_PREFIX = "contained: "
 SIZE_BUCKETS_BYTES = tuple(1 << exponent for exponent in range(12, 36, 2))
 RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
@@ -32,8 +33,9 @@ RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0,
 class ConnectorStats(KVConnectorStats):
     """The loads of one interval, as lists by name, which are merged by concatenation.
 
-    There are lists of every load's seconds and bytes, a list for each path with an entry per load, and a list for each
-    error with an entry per failure.
+    There are lists of every load's seconds and bytes, a list for each path with an entry per load, a list for each
+    error with an entry per failure, and one for each type of the unexpected exceptions that ended one request or
+    connection.
     """
 
     @classmethod
@@ -48,6 +50,8 @@ class ConnectorStats(KVConnectorStats):
             data.setdefault(PATH_PREFIX + load.path, []).append(1)
         for error, count in stats.failures.items():
             data[FAILURE_PREFIX + error] = [1] * count
+        for kind, count in stats.contained.items():
+            data[CONTAINED_PREFIX + kind] = [1] * count
         return cls(data={name: values for name, values in data.items() if values})
 
     def reset(self) -> None:
@@ -79,6 +83,8 @@ class ConnectorStats(KVConnectorStats):
             line[f"Num {FAILURE_PREFIX}{cause}"] = count
         for path, count in counts(self.data, PATH_PREFIX).items():
             line[f"Num {PATH_PREFIX}{path}"] = count
+        for kind, count in counts(self.data, CONTAINED_PREFIX).items():
+            line[f"Num {CONTAINED_PREFIX}{kind}"] = count
         return line
 
 
@@ -114,6 +120,8 @@ class PromMetrics(KVConnectorPromMetrics):
         self._transfers = self._counter("num_transfers", text, "path")
         text = "KV cache loads that failed, per worker, by cause."
         self._failed = self._counter("num_failed_transfers", text, "cause")
+        text = "Unexpected exceptions, per worker, each of which ended one request or connection, by type."
+        self._contained = self._counter("num_contained_exceptions", text, "type")
         # Prometheus computes a rate only for a counter that exists before the first failure
         for engine_idx in per_engine_labelvalues:
             for cause in known_causes():
@@ -156,4 +164,6 @@ class PromMetrics(KVConnectorPromMetrics):
             self._count(self._transfers, engine_idx, path, count)
         for cause, count in counts(transfer_stats_data, FAILURE_PREFIX).items():
             self._count(self._failed, engine_idx, cause, count)
+        for kind, count in counts(transfer_stats_data, CONTAINED_PREFIX).items():
+            self._count(self._contained, engine_idx, kind, count)
         self._expired[engine_idx].inc(len(transfer_stats_data.get("num_kv_expired_reqs", ())))
