@@ -6,6 +6,7 @@ bytes in Z85, 40 characters.
 
 from __future__ import annotations
 
+import os
 import stat
 import struct
 from collections.abc import Iterable
@@ -124,6 +125,14 @@ def read_key_file(path: Path) -> str:
     """Return a key file's text. Raises ConfigError: it cannot be read."""
     try:
         return path.read_text("utf-8")
+    except PermissionError as exc:
+        raise ConfigError(
+            f"cannot read key file: {exc}; let this process's user or group read it, in a pod by `fsGroup` in its"
+            " securityContext and `defaultMode: 0440` of the secret's volume (docs/kubernetes.md)",
+            path=str(path),
+            user=os.geteuid(),
+            group=os.getegid(),
+        ) from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read key file: {exc}", path=str(path)) from exc
 
@@ -132,7 +141,8 @@ def _refuse_shared_secret(path: Path) -> None:
     mode = path.stat().st_mode
     if mode & _UNSAFE_MODE:
         raise ConfigError(
-            "secret key file is accessible to other users; restrict it with chmod 600",
+            "secret key file is accessible to other users; restrict it with chmod 600, or in a pod that mounts it"
+            " by `defaultMode: 0440` of its volume and `fsGroup` in the pod's securityContext (docs/kubernetes.md)",
             path=str(path),
             mode=oct(stat.S_IMODE(mode)),
         )

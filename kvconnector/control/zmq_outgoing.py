@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import time
 from collections import deque
@@ -48,6 +49,17 @@ _CLOSED_IN_HANDSHAKE = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE
 PROBE_S = 0.25
 SHORT_MESSAGE_BYTES = 64 << 10
 """A message length that no deployment refuses."""
+
+
+def _missing_route(target: HostPort) -> str:
+    """Return the system's words if it knows no way to an address, which libzmq does not report; else "". This begins
+    another connection and never blocks, so it finds what is known at once, not that a router or a neighbour is silent.
+    """
+    family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as s:
+        cause = s.connect_ex((target.host, target.port))
+        return os.strerror(cause) if cause in (errno.ENETUNREACH, errno.EHOSTUNREACH) else ""
+    return ""
 
 
 class _Probe:
@@ -323,4 +335,9 @@ class OutgoingConnection:
             case _:
                 error = PeerUnreachableError
                 text = "nothing listens there"
+                if cause := _missing_route(self._target):
+                    text = (
+                        f"this host has no route to that address ({cause}): see the address, this host's interfaces and"
+                        " routes, and in a pod its network policy"
+                    )
         return error(text, **context)

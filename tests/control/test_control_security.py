@@ -35,6 +35,24 @@ def test_a_missing_key_file_is_named(tmp_path):
         _load(tmp_path)
 
 
+def test_a_key_that_others_may_read_is_refused_with_the_way_out_of_it(tmp_path):
+    generate_keys(tmp_path)
+    (tmp_path / "curve.secret").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"chmod 600.*`defaultMode: 0440`.*`fsGroup`"):
+        _load(tmp_path)
+
+
+def test_a_key_that_this_user_may_not_read_is_refused_with_the_way_out_of_it(tmp_path, monkeypatch):
+    generate_keys(tmp_path)
+
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)  # root may read everything
+    with pytest.raises(ConfigError, match=r"Permission denied.*`fsGroup`.*`defaultMode: 0440`"):
+        _load(tmp_path)
+
+
 def test_the_secret_key_is_never_printed():
     public, secret = _pair()
     keys = CurveKeys.from_values(secret_key=f" {secret}\n", authorized_clients=[public])

@@ -170,6 +170,15 @@ def test_an_address_where_nobody_listens_is_named():
         assert address in str(error)
 
 
+def test_an_address_without_a_route_is_not_taken_for_a_port_where_nobody_listens():
+    address = "tcp://255.255.255.255:9"  # Linux routes no connection to it
+    with channels(OURS) as (near,):
+        error = Recorder(near).wait_loss(near, near.connect(address, OURS.public_key))
+        assert isinstance(error, PeerUnreachableError)
+        assert "has no route to that address (Network is unreachable)" in str(error)
+        assert address in str(error)
+
+
 @pytest.mark.parametrize(
     "num_bytes, is_suspect", [(100, False), (60 << 10, False), (70 << 10, True)]
 )

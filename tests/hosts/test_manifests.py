@@ -132,9 +132,9 @@ def test_pods_start_as_their_user_and_read_through_the_node_s_folder(pods):
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"group": False, "mode": 0o400}, "Permission denied"),
-        ({"group": False, "mode": 0o644}, "accessible to other users"),
-        ({"group": True, "mode": 0o644}, "accessible to other users"),
+        ({"group": False, "mode": 0o400}, "Permission denied.*`fsGroup`"),
+        ({"group": False, "mode": 0o644}, "accessible to other users.*`defaultMode: 0440`"),
+        ({"group": True, "mode": 0o644}, "accessible to other users.*`defaultMode: 0440`"),
     ],
     ids=["root's alone", "the default", "the default with fsGroup"],
 )

@@ -141,7 +141,7 @@ class Sends(Programs[Sending]):
             self.set(sending, "stopped", 1)
 
     def _log_lanes(self, endpoint: int) -> None:
-        """Log the lanes of packed reads by a consumer."""
+        """Log the lanes of packed reads by a consumer. That it reads directly does not show here."""
         lanes = self._transport.lanes(endpoint)
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
         if (
@@ -150,12 +150,14 @@ class Sends(Programs[Sending]):
             and not any(name.startswith(GPU_LANES) for name in names)
         ):
             logger.warning(
-                "packed reads by a consumer are copied through host memory, over %s: UCX has no lane between the GPUs"
-                " (cuda_ipc on one host, RDMA between hosts)",
+                "where a consumer does not read directly, its packed reads are copied through host memory, over %s: UCX"
+                " has no lane between the GPUs (cuda_ipc on one host, RDMA between hosts)",
                 lanes,
             )
         elif lanes:
-            logger.info("packed reads by a consumer travel over %s", lanes)
+            logger.info(
+                "where a consumer does not read directly, its packed reads travel over %s", lanes
+            )
 
     def refresh(self) -> None:
         """Quarantine the slots of failed operations, and check the endpoints, whose peers may be lost."""
