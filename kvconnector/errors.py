@@ -204,6 +204,15 @@ class TransferTimeoutError(RemoteError):
     )
 
 
+class OtherPromptError(RemoteError):
+    """The producer computed another prompt than this one: with other tokens, another adapter, cache salt or images."""
+
+    remedy = (
+        "check that the router sends both engines the same request, and that they render it alike"
+    )
+    retry = Retry.NEVER
+
+
 class ReadRefusedError(RemoteError):
     """The producer refused a read; subclasses say why."""
 

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 from contextlib import closing
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
+from kvconnector.integrations.vllm.identity import Identity, PromptEnd, check_identity
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
 from kvconnector.session.orders import LoadRequest
@@ -181,6 +183,12 @@ PEER = ["engine='p'", "rank='pp0tp0'"]
 """Words that name the producer's rank."""
 
 
+def another_prompt():
+    theirs = PromptEnd(identity=Identity(9, "a", {"salt": "1"}))
+    extra = msgspec.msgpack.encode(theirs)
+    return raised_by(check_identity, extra, [Identity(9, "b", {})])()
+
+
 def producer_not_listed():
     control = {"insecure": True, "allowed_producers": "192.0.2.0/24"}
     config = kvc.Config.from_mapping({"engine_id": "d", "role": "consumer", "control": control})
@@ -247,6 +255,10 @@ TABLE = {
         ["did not complete the handshake in time", "address='tcp://", "waited_s=3", "engine='p'"],
     ),
     e.PeerLostError: (failed_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
+    e.OtherPromptError: (
+        another_prompt,
+        ["another prompt", "differs_in='tokens and cache salt'", "same request"],
+    ),
     e.TransferTimeoutError: (
         failed_load(before=freeze),
         ["engine='p'", "waiting_for=['pp0tp0']", "peer.transfer_timeout_s"],

@@ -9,15 +9,18 @@ from unittest.mock import MagicMock
 
 import msgspec
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import first_token
+from kvconnector.integrations.vllm.identity import PromptEnd
 from kvconnector.integrations.vllm.messages import WorkerReport
-from kvconnector.integrations.vllm.params import FIRST_TOKEN, TOKENS_DIGEST
+from kvconnector.integrations.vllm.params import CONTEXT, FIRST_TOKEN, TOKENS_DIGEST
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import SIZE, attention
@@ -58,9 +61,9 @@ def reported(world, num_tokens, sampling=None, **options):
 
 
 def of_token(extra, **changes):
-    _, digest, num_tokens = msgspec.msgpack.decode(extra)
+    _, digest, num_tokens, identity = msgspec.msgpack.decode(extra)
     named = {"token": TOKEN, "digest": digest, "num_tokens": num_tokens, **changes}
-    return msgspec.msgpack.encode([*named.values()])
+    return msgspec.msgpack.encode([*named.values(), identity])
 
 
 def followed(engine, num_tokens=100, **sampling):
@@ -159,6 +162,46 @@ def test_the_first_token_may_end_the_request(world, sampling, reason, is_streame
     assert repr(engine.connector._scheduler.first_tokens) == "<FirstTokens [], 0 loaded>"
 
 
+def test_a_request_that_its_first_token_ends_is_not_offered(world):
+    """A decode engine that keeps conversations would hold its blocks for a reader that never learns of them."""
+    engine = world(role="kv_both", bidirectional_kv_xfer=True)
+    (output,) = Seeded(world, engine, {"max_tokens": 1}).end()
+    assert (str(output.finish_reason), output.kv_transfer_params) == ("length", None)
+    engine.step()
+    assert (engine.used_blocks, engine.scheduler.requests) == (0, {})
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_computed_tokens": 99}, {"status": RequestStatus.PREEMPTED}]
+)
+def test_a_request_that_is_not_just_loaded_whole_emits_nothing(world, change):
+    load = Seeded(world, world())
+    first_tokens = load.engine.connector._scheduler.first_tokens
+    first_tokens.loaded({"r1"})
+    for name, value in change.items():
+        setattr(load.request, name, value)
+    outputs = {}
+    first_tokens.emit(load.engine.scheduler, outputs)
+    assert (outputs, load.request.num_prompt_tokens) == ({}, 100)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"watermark_config": object()}, "watermarks"),
+        ({"model_config.return_sampling_mask": True}, "sampling masks"),
+        ({"model_config.logits_processors": ["mine"]}, "custom logits processors"),
+    ],
+)
+def test_engines_that_add_to_sampled_tokens_compute_them(model, monkeypatch, change, reason):
+    config = w.vllm_config(model)
+    assert first_token.engine_obstacle(config) == ""
+    for name, value in change.items():
+        owner, _, attribute = name.rpartition(".")
+        object.__setattr__(getattr(config, owner) if owner else config, attribute, value)
+    assert first_token.engine_obstacle(config) == reason
+
+
 def test_a_prompt_as_long_as_the_model_allows_ends_with_its_first_token(world):
     (output,) = Seeded(world, world(), num_tokens=1023).end()
     assert (output.new_token_ids, str(output.finish_reason)) == ([TOKEN], "length")
@@ -192,6 +235,9 @@ def test_a_request_that_must_compute_its_first_token_has_an_obstacle(world, samp
         ({"temperature": 0.5}, {}, "sampling parameters"),
         ({"min_tokens": 2}, {}, "sampling parameters"),
         ({"repetition_penalty": 1.5}, {}, "sampling parameters"),
+        ({"logit_bias": {3: 1.0}}, {}, "sampling parameters"),
+        ({"allowed_token_ids": [7]}, {}, "sampling parameters"),
+        ({"lora_request": LoRARequest("A", 1, "/nowhere")}, {CONTEXT: None}, "sampling parameters"),
         ({}, {FIRST_TOKEN: None}, "a producer"),
         ({}, {FIRST_TOKEN: "5"}, "a malformed"),
         ({}, {FIRST_TOKEN: [-1, ""]}, "a malformed"),
@@ -228,10 +274,10 @@ def test_a_token_that_was_sampled_differently_or_is_malformed_is_not_taken(
     "came, reason",
     [
         (None, "a producer that sends none"),
-        (b"", "a malformed"),
+        (b"", "a producer that sends none"),
         (b"\xc1", "a malformed"),
         (b"\xa1\xff", "a malformed"),
-        (b"\x90", "a malformed"),
+        (b"\x90", "a producer that sends none"),
         (b"\x92\x05\x64", "a malformed"),
         ({"token": 1 << 40}, "a malformed"),
         ({"digest": "0"}, "sampling parameters"),
@@ -262,7 +308,7 @@ def test_no_token_is_sent_or_expected_that_no_engine_can_take(world, sampling, o
     if "specs" not in options:
         assert FIRST_TOKEN not in sampled(world, 100, sampling, **options)
     assert FIRST_TOKEN not in sampled(world, 100, {"max_tokens": 2}, bidirectional_kv_xfer=True)
-    assert reported(world, 100, sampling, **options) == b""
+    assert PromptEnd.decode(reported(world, 100, sampling, **options)).token is None
     (load,) = followed(world(**options), **sampling)[1].loads
     assert load.token_ranges[0] == (0, 99)
 
@@ -343,6 +389,15 @@ def test_one_of_several_completions_takes_the_token_and_the_others_sample_their_
     engine.step()
     tokens = [list(request.all_token_ids)[100:] for request in requests]
     assert tokens == [[TOKEN, 7], [7], [7]]
+
+
+def test_a_prompt_that_skips_the_prefix_cache_is_computed_to_its_end(world):
+    """Its log probabilities are the answer, so none of its tokens is left to the decode engine."""
+    producer = world(role="kv_producer", specs=[attention(), WINDOWED])
+    for asked in ({}, {"prompt_logprobs": 1}):
+        producer.add(200, dict(w.REMOTE_DECODE), max_tokens=1, **asked)
+    _, outputs = producer.step()
+    assert [each.kv_transfer_params["remote_num_tokens"] for each in outputs] == [199, 200]
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])

@@ -12,6 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.integrations.vllm import scheduler
+from kvconnector.integrations.vllm.identity import context_differences
 from kvconnector.integrations.vllm.params import PREFIXES, media_namespace
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention
@@ -19,12 +20,12 @@ from tests.vllm.cache_world import attention
 pytestmark = pytest.mark.vllm
 
 
-def test_a_prefill_engine_computes_few_tokens_itself(world):
+@pytest.mark.parametrize("offered, is_loaded", [(63, False), (64, True)])
+def test_a_prefill_engine_computes_few_tokens_itself(world, offered, is_loaded):
     prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
-    prefill.add(200, w.offer(63, **w.REMOTE_DECODE))
+    prefill.add(200, w.offer(offered, **w.REMOTE_DECODE))
     news, outputs = prefill.step()
-    assert news.loads == []
-    assert len(outputs) == 1
+    assert (len(news.loads), len(outputs)) == (is_loaded, not is_loaded)
 
 
 @pytest.mark.parametrize("kept", [slice(104), slice(103), slice(30), slice(1, None)])
@@ -176,6 +177,4 @@ def test_embeddings_are_compared_by_content(world):
     assert contexts.of(request, 100) == contexts.of(request, 100)
     assert contexts.of(request, 99) != contexts.of(request, 100)
     other = decode.add_with(100, None, forms={"prompt_token_ids": None, "prompt_embeds": rows + 1})
-    assert contexts.differences(contexts.of(request, 100), contexts.of(other, 100)) == [
-        "embeddings"
-    ]
+    assert context_differences(contexts.of(request, 100), contexts.of(other, 100)) == ["embeddings"]

@@ -1,18 +1,22 @@
 """A decode engine reads prompts while a prefill engine computes them, a part per step."""
 
+import logging
 from contextlib import closing, contextmanager
 from cProfile import Profile
 from functools import partial
 from unittest.mock import patch
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
-from tests.vllm.cache_world import attention
+from tests.vllm import shared_tokens
+from tests.vllm.cache_world import attention, one_group
 from tests.vllm.shared_tokens import (
+    NAMES,
     UNWRITTEN,
     Shape,
     SharedEngine,
@@ -93,6 +97,50 @@ def test_a_preempted_prompt_is_given_up(world):
     assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
+
+
+def test_a_step_in_which_another_connector_loads_orders_nothing_of_a_prompt(world):
+    """Workers take such a step's orders before its kernels: consumers would read what is not computed."""
+    engine = world(role="kv_producer", engine=CHUNKS)
+    engine.add(140, dict(DECODE), max_tokens=1)
+    engine.step()
+    build = engine.connector.build_connector_meta
+
+    def beside_a_load(planned):
+        planned.has_sync_kv_loads = True
+        return build(planned)
+
+    with patch.object(engine.connector, "build_connector_meta", beside_a_load):
+        assert holds(engine.step()[0]) == []
+    assert holds(engine.step()[0]) == [(140, 5, False)]
+
+
+def test_layers_are_reported_alone_where_each_is_written_once_and_in_place(model, monkeypatch):
+    """Not where batches are split in two, and not of a mirror, which gets a step's blocks at its end."""
+
+    def registered():
+        options = {"policy": "recompute"}
+        with closing(SharedEngine(model, "kv_consumer", Shape(kv_heads=4), **options)) as engine:
+            half = engine.ranks[0].connector._worker_half
+            return set(half._layers), half._parts is not None
+
+    assert registered() == (set(NAMES), True)
+
+    def split_in_two(*arguments, **options):
+        config = w.vllm_config(*arguments, **options)
+        config.parallel_config.enable_dbo = True
+        return config
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_tokens, "vllm_config", split_in_two)
+        assert registered() == (set(), True)
+
+    def on_device(*arguments):
+        config, caches = one_group(*arguments)
+        return config, {name: cache.to("meta") for name, cache in caches.items()}
+
+    monkeypatch.setattr(shared_tokens, "one_group", on_device)
+    assert registered() == (set(), False)
 
 
 def test_prompts_that_are_queued_cost_a_step_nothing(world):
@@ -369,3 +417,46 @@ def test_a_request_for_a_missing_prefill_engine_ends(model):
         request = consumer.world.add(LENGTH, theirs, max_tokens=4, prompt=1)
         until(request.is_finished, consumer)
         assert request.num_output_tokens == 4
+
+
+def other_tokens(prompt):
+    return [*prompt[:-1], prompt[-1] + 1]
+
+
+WRONG = {
+    "other tokens": ({}, {"tokens": other_tokens}, "tokens"),
+    "a shorter prompt": ({}, {"tokens": lambda prompt: prompt[:-9]}, "a prompt of another length"),
+    "another cache salt": ({"cache_salt": "a"}, {"cache_salt": "b"}, "cache salt"),
+    "another adapter": (
+        {"lora_request": LoRARequest("A", 1, "/nowhere")},
+        {"lora_request": LoRARequest("B", 1, "/nowhere")},
+        "adapter",
+    ),
+}
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_streamed_prompt_of_another_request_is_not_used(model, name, policy, caplog, monkeypatch):
+    """As if a router had given both engines the same name of a transfer, but two requests."""
+    theirs, ours, differs = WRONG[name]
+    change = ours.get("tokens", list)
+    ours = {key: value for key, value in ours.items() if key != "tokens"}
+    with acquainted(model, policy=policy) as (producer, consumer, address):
+        consumer.may_fail = True
+        monkeypatch.setattr(logging.getLogger("kvconnector"), "propagate", True)
+        prompt = producer.world.add_with(
+            LENGTH, DECODE | w.TRANSFER, max_tokens=1, prompt=1, **theirs
+        )
+        tokens = list(prompt.prompt_token_ids)
+        forms = {"prompt_token_ids": change(tokens)}
+        named = {"do_remote_prefill": True, **address, **w.TRANSFER}
+        request = consumer.world.add_with(0, named, max_tokens=4, forms=forms, **ours)
+        until(request.is_finished, producer, consumer)
+        assert "OtherPromptError" in caplog.text
+        assert differs in caplog.text
+        assert request.num_output_tokens == (0 if policy == "fail" else 4)
+        if policy == "recompute":
+            assert consumer.num_computed[request.request_id] == len(forms["prompt_token_ids"]) + 3
+        leave_nothing(producer, consumer)

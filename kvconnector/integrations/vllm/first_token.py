@@ -41,7 +41,8 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, RemoteProtocolError
+from kvconnector.integrations.vllm.identity import PromptEnd
 from kvconnector.integrations.vllm.params import FIRST_TOKEN, RequestParams
 from kvconnector.integrations.vllm.settings import FirstTokenPolicy
 
@@ -196,10 +197,11 @@ class FirstTokens:
         if request_id not in self._expected:
             return
         try:
-            *came, num_tokens = msgspec.msgpack.decode(extra, type=tuple[Any, ...])
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            came, num_tokens = [], None
-        self._take(self._expected[request_id][0], came, num_tokens)
+            end = PromptEnd.decode(extra)
+        except RemoteProtocolError:
+            end = PromptEnd(-1)
+        came = None if end.token is None else [end.token, end.sampling_digest]
+        self._take(self._expected[request_id][0], came, end.num_tokens)
 
     def _take(self, request: Request, came: Any, num_tokens: Any) -> None:
         if self._is_free(self._mismatch(request, came, num_tokens)):

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnector.errors import LocalError
+from kvconnector.integrations.vllm.identity import Identity
 from kvconnector.planning import Keeps
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 from kvconnector.session import RequestTrace
@@ -61,17 +62,25 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
     """A step's `StepMetadata`, encoded if not empty. `is_idle`: neither this step nor one in flight computes tokens.
-    `withdraws`: its orders take blocks back.
+    `withdraws`: its orders take blocks back. `identities` are those of the step's streamed loads, by request.
     """
 
     payload: bytes
     is_idle: bool = False
     withdraws: bool = False
+    identities: dict[str, tuple[Identity, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: StepMetadata, *, is_idle: bool = False) -> ConnectorStep:
+    def of(
+        cls,
+        step: StepMetadata,
+        *,
+        is_idle: bool = False,
+        identities: dict[str, tuple[Identity, ...]] | None = None,
+    ) -> ConnectorStep:
         withdraws = any(isinstance(order, WithdrawRequest) for order in step.orders)
-        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step), is_idle, withdraws)
+        payload = b"" if step.is_empty else msgspec.msgpack.encode(step)
+        return cls(payload, is_idle, withdraws, identities or {})
 
     def decode(self) -> StepMetadata:
         if not self.payload:

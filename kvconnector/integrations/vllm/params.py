@@ -28,6 +28,7 @@ import vllm
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
+from kvconnector.integrations.vllm.identity import Identity, context_differences
 from kvconnector.runtime import TransferParams
 from kvconnector.runtime.params import MAX_TOKENS
 
@@ -49,12 +50,6 @@ BEFORE_END = (0, 1, 4, 16, 64)
 of an answer, and leave that out later; and a first token that came from another engine counts as the prompt's last.
 """
 NOTHING: Mapping[str, Any] = {}
-_WORDS = {
-    "adapter": "adapter",
-    "salt": "cache salt",
-    "media": "images or other media",
-    "embeds": "embeddings",
-}
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +136,30 @@ def digest_of(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(array("q", tokens), digest_size=_DIGEST_BYTES).hexdigest()
 
 
+def identities(
+    request: Request, backoff_tokens: int, contexts: PromptContexts
+) -> tuple[Identity, ...]:
+    """Return the identities of a request's prompt without its last 0 to `backoff_tokens` tokens: how many of them a
+    prefill engine leaves to this one shows only when it has computed the prompt.
+    """
+    stop = request.num_prompt_tokens
+    counts = range(max(1, stop - backoff_tokens), stop + 1)
+    digests = _running_digests(request.all_token_ids, counts)
+    return tuple(
+        Identity(count, digest, contexts.short(request, count)) for count, digest in digests
+    )
+
+
+def _running_digests(tokens: Sequence[int], counts: Iterable[int]) -> list[tuple[int, str]]:
+    """Return (count, `digest_of` the first `count` tokens), for ascending counts."""
+    found, hashed, done = [], hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    for count in counts:
+        hashed.update(array("q", tokens[done:count]))
+        done = count
+        found.append((count, hashed.hexdigest()))
+    return found
+
+
 def prefix_digests(
     tokens: Sequence[int], counts: Iterable[int], context_of: Callable[[int], Mapping[str, str]]
 ) -> list[tuple[int, str]]:
@@ -190,20 +209,12 @@ class PromptContexts:
             context["embeds"] = _hexdigest(rows.view(torch.uint8).numpy().tobytes())
         return context
 
-    def differences(self, offered: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-        """Return the parts, in words, in which an offer's context is not the request's own."""
-        return [
-            _WORDS.get(name, name)
-            for name in sorted(offered.keys() | own.keys())
-            if offered.get(name) != own.get(name)
-            and not (name == "media" and self._are_other_names(offered, own))
-        ]
-
-    def _are_other_names(self, offered: Mapping[str, str], own: Mapping[str, str]) -> bool:
-        """Return True if both have media, which the two engines name in different ways."""
-        names = [each.get("media", "").rpartition(":")[0] for each in (offered, own)]
-        is_known = names[0] == names[1] and all(names)
-        return "media" in offered and "media" in own and not is_known
+    def short(self, request: Request, num_tokens: int) -> dict[str, str]:
+        """Return `of` with a digest of the adapter's name, so that it fits into the end of a prompt's report."""
+        context = self.of(request, num_tokens)
+        if "adapter" in context:
+            context["adapter"] = _hexdigest(context["adapter"].encode())
+        return context
 
 
 def _hexdigest(content: bytes) -> str:
@@ -232,12 +243,12 @@ def usable_tokens(
     """
     offer, prompt = asked.offer, request.all_token_ids
     if offer is None or offer.is_followed:
-        return MAX_TOKENS, ""  # the producer has not stated them yet
+        return MAX_TOKENS, ""  # the producer states them at the prompt's end: see `check_identity`
     stop, other = offer.remote_num_tokens, []
     if asked.tokens_digest is not None and asked.tokens_digest != digest_of(prompt[:stop]):
         other = ["first tokens"]
     if asked.context is not None:
-        other += contexts.differences(asked.context, contexts.of(request, stop))
+        other += context_differences(asked.context, contexts.of(request, stop))
     if not other:
         return stop, ""
     own = prefix_digests(

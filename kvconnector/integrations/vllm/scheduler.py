@@ -18,6 +18,7 @@ from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.first_token import FirstTokens
+from kvconnector.integrations.vllm.identity import Identity, PromptEnd
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     GroupInfo,
@@ -36,6 +37,7 @@ from kvconnector.integrations.vllm.params import (
     RequestParams,
     decoded,
     digest_of,
+    identities,
     media_namespace,
     prefix_digests,
     usable_tokens,
@@ -78,6 +80,8 @@ class SchedulerHalf:
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._streamed: dict[str, Request] = {}
+        self._identities: dict[str, tuple[Identity, ...]] = {}
+        """Those of streamed prompts that the next step loads."""
         self._idle_steps = IdleSteps(vllm_config)
         self.first_tokens = FirstTokens(vllm_config, settings.first_token, loads=self._loads)
         self._sent, self._received = Reports(), Reports()
@@ -295,6 +299,11 @@ class SchedulerHalf:
             logger.exception("request %s is not loaded by this connector", request.request_id)
             return
         self.partly_filled.expect(request.request_id, loaded, tables)
+        asked = self._asked.get(request.request_id, NO_PARAMS)
+        if num_external and asked.offer is not None and asked.offer.is_followed:
+            self._identities[request.request_id] = identities(
+                request, self._backoff_tokens(), self._contexts
+            )
 
     def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
         """Return the orders for all workers, which take them once the planned step's kernels are launched."""
@@ -305,7 +314,8 @@ class SchedulerHalf:
             for request_id in self._streamed.keys() & planned.num_scheduled_tokens.keys():
                 self._grow(self._streamed[request_id], planned)
         is_idle = self._idle_steps.plan(planned.total_num_scheduled_tokens)
-        return ConnectorStep.of(self._scheduler.build_step(), is_idle=is_idle)
+        own, self._identities = self._identities, {}
+        return ConnectorStep.of(self._scheduler.build_step(), is_idle=is_idle, identities=own)
 
     def _grow(self, request: Request, planned: SchedulerOutput) -> None:
         """Let consumers read the tokens of a prompt that the steps up to this one compute."""
@@ -407,6 +417,8 @@ class SchedulerHalf:
             return None
         is_whole = not is_decoder and request.request_id not in self._shortened
         token = self.first_tokens.of(request) if is_whole else None
+        identity = self._identity(request, num_tokens, is_decoder=is_decoder)
+        is_streamed = self._settings.config.stream and asked.names_transfer
         try:
             offer = self._scheduler.offer(
                 request.request_id,
@@ -414,14 +426,14 @@ class SchedulerHalf:
                 num_tokens=num_tokens,
                 first_blocks=[first for _, first in held],
                 lease_duration_s=self._settings.decoder_kv_blocks_ttl_s if is_decoder else 0.0,
-                extra=b"" if token is None else msgspec.msgpack.encode([*token, num_tokens]),
+                extra=self._prompt_end(request, token, identity) if is_streamed else b"",
             )
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)
             return None
         dcp_size = self._vllm_config.parallel_config.decode_context_parallel_size
         offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
-        offer |= self._identity(request, num_tokens, is_decoder=is_decoder)
+        offer |= identity
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
             # as NixlConnector has it: in seconds of this host's monotonic clock
@@ -445,6 +457,16 @@ class SchedulerHalf:
                 partial(self._contexts.of, request),
             )
         return identity
+
+    def _prompt_end(
+        self, request: Request, token: Sequence[Any] | None, identity: Mapping[str, Any]
+    ) -> bytes:
+        """Return what consumers that have followed a prompt are told at its end."""
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        context = self._contexts.short(request, num_tokens)
+        computed = Identity(num_tokens, identity[TOKENS_DIGEST], context)
+        sampled, digest = token or (None, "")
+        return msgspec.msgpack.encode(PromptEnd(sampled, digest, num_tokens, computed))
 
     def _has_lost_states(self, request: Request, num_tokens: int) -> bool:
         """Return True if the recurrent states after `num_tokens` tokens are not in the blocks that we would offer."""

@@ -11,10 +11,17 @@ import torch
 from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
+from kvconnector.errors import (
+    ConfigError,
+    KVConnectorError,
+    LocalError,
+    MemoryInUseError,
+    RemoteError,
+)
 from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number, register_groups
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
+from kvconnector.integrations.vllm.identity import Identity, check_identity
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     Handshake,
@@ -26,7 +33,7 @@ from kvconnector.integrations.vllm.settings import Settings, model_description, 
 from kvconnector.integrations.vllm.unwritten import FailedParts, clear_unwritten
 from kvconnector.layout import Watermark
 from kvconnector.runtime import StepMetadata, Worker
-from kvconnector.session import WorkerStats
+from kvconnector.session import WorkerOutput, WorkerStats
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -77,6 +84,8 @@ class WorkerHalf:
         self._begun: ConnectorStep | None = None
         self._parts: FailedParts | None = None
         self._report = WorkerReport()
+        self._identities: dict[str, tuple[Identity, ...]] = {}
+        """What the prompts of streamed loads depend on, until these have ended."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's tensors, or mirrors of them in host memory if transfers cannot reach the device. Raises
@@ -137,6 +146,8 @@ class WorkerHalf:
         if taken.is_empty:
             return
         orders = taken.orders
+        loads = {each.request_id for each in orders if isinstance(each, LoadRequest)}
+        self._identities |= {name: step.identities[name] for name in step.identities.keys() & loads}
         if not self._is_asleep:  # else those with blocks are refused: there is nothing to prepare
             orders = tuple(map(self._prepared, _without_beginnings(orders)))
         try:
@@ -230,6 +241,7 @@ class WorkerHalf:
         self._report.failed.update(output.failed_recving)
         self._report.unsent.update(output.failed_sending)
         self._report.extras.update(output.extras)
+        others = self._other_prompts(output)
         if traces_endpoint(self._vllm_config) is not None:
             self._report.traces += output.stats.traces
         self._unreported.finished_sending.update(output.finished_sending)
@@ -237,7 +249,26 @@ class WorkerHalf:
         failed = set(output.failed_recving)
         if self._parts is not None:
             failed -= self._parts.ended(output)
-        self._unreported.failed_recving.update(failed)
+        self._unreported.failed_recving.update(failed, others)
+
+    def _other_prompts(self, output: WorkerOutput) -> set[str]:
+        """Return the streamed loads that have ended well, but brought the cache of another prompt: they fail. What a
+        prompt is shows at its end, so its blocks were read before.
+        """
+        others = set()
+        for request_id in self._identities.keys() & output.finished_recving:
+            own = self._identities.pop(request_id)
+            if request_id in output.failed_recving:
+                continue
+            try:
+                check_identity(output.extras.get(request_id, b""), own)
+            except RemoteError as error:
+                name = type(error).__name__
+                others.add(request_id)
+                self._report.failed[request_id] = f"{name}: {error}"
+                self._report.extras.pop(request_id, None)
+                self._stats = self._stats.merged(WorkerStats(failures={name: 1}))
+        return others
 
     def take_unfilled(self) -> set[int]:
         """Return vLLM's ids of the blocks that failed loads did not fill, since the last call."""

@@ -167,6 +167,7 @@ CASES = (
     _stream("stream-window", prefill=CHUNKED, model={"window": 128}),
     _stream("stream-states", model=STATES, prefill=CHUNKED_UNCACHED, decode=UNCACHED),
     _stream("stream-mtp", prefill={**CHUNKED, **MTP}, decode=MTP, model={"kind": "mtp"}),
+    _stream("stream-mixed-up", scenario=s.mixed_up, prefill=CHUNKED, policy="recompute"),
     _stream("stream-kill", scenario=s.streamed_then_killed, prefill=CHUNKED, **LOST),
     Case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
     Case("ngram", decode=NGRAM),

@@ -134,12 +134,14 @@ class Pair:
         self._tier = prompt[:cached], expected
         return difference(expected, found)
 
-    def begin_streamed(self, prompt, **options):
-        """Ask both engines at once, as a router that knows the address does. Returns the ids of both requests."""
+    def begin_streamed(self, prompt, *, decoded=None, **options):
+        """Ask both engines at once, as a router that knows the address does; the decode engine for `decoded`, if a
+        router confuses two requests. Returns the ids of both.
+        """
         self._transfers += 1
         names = {"transfer_id": f"stream-{self._transfers}", "transfer_secret": "5" * 32}
         params = {"do_remote_prefill": True, **self.address, **names}
-        decode = self.decode.submit(prompt, params, **options)
+        decode = self.decode.submit(decoded or prompt, params, **options)
         return self.begin_prefill(prompt, **names), decode
 
     def streamed(self, prompt, *, is_whole=False):

@@ -136,6 +136,27 @@ def streamed(pair, outcome):
         engine.call("abort", request)
 
 
+def mixed_up(pair, outcome):
+    """A router gives the decode engine another prompt than the prefill engine under one name: the decode engine
+    computes its own, and finds nothing of the other one in its prefix cache.
+    """
+    pair.prefilled(prompt_of(40))
+    for length in (130, 2000):
+        prompt = prompt_of(length, seed=10)
+        for changed in (0, length // 2, length - 1):
+            own = [*prompt[:changed], 1 + prompt[changed] % 7, *prompt[changed + 1 :]]
+            expected = pair.alone(own)
+            prefill, decode = pair.begin_streamed(prompt, decoded=own)
+            answer = pair.decode.answer(decode)
+            pair.prefill.answer(prefill)
+            what = f"{length} tokens, of which {changed} differs"
+            outcome.compare(what, answer, expected)
+            outcome.check(f"{what}: computed", answer.computed_tokens, length)
+            outcome.compare(f"{what}, again", pair.decode.ask(own), expected)
+            pair.decode.forget()
+            pair.prefill.forget()
+
+
 def streamed_then_killed(pair, outcome):
     """The prefill engine dies in the middle of a prompt: the decode engine computes the prompt itself."""
     pair.prefilled(prompt_of(40))

@@ -1,0 +1,88 @@
+"""What the cache of a prompt depends on, and what a prefill engine says of it at the end of a streamed prompt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvconnector.errors import OtherPromptError, RemoteProtocolError
+
+_WORDS = {
+    "adapter": "adapter",
+    "salt": "cache salt",
+    "media": "images or other media",
+    "embeds": "embeddings",
+}
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """What the cache of a prompt's first `num_tokens` tokens depends on: their digest, and their context."""
+
+    num_tokens: int
+    tokens_digest: str
+    context: dict[str, str]
+
+
+class PromptEnd(msgspec.Struct, frozen=True, array_like=True):
+    """What a prefill engine says of a streamed prompt with its last report, in `HoldRequest.extra`: the first token and
+    the digest of its sampling parameters, if there is one to use, and what was computed. An earlier release leaves out
+    the identity, or sends nothing at all.
+    """
+
+    token: int | None = None
+    sampling_digest: str = ""
+    num_tokens: int = 0
+    identity: Identity | None = None
+
+    @classmethod
+    def decode(cls, extra: bytes) -> PromptEnd:
+        """Decode an extra. Raises RemoteProtocolError: no release sends these bytes."""
+        if not extra:
+            return cls()
+        try:
+            return msgspec.msgpack.decode(extra, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise RemoteProtocolError(f"the end of a prompt cannot be used: {error}") from error
+
+
+def check_identity(extra: bytes, own: Sequence[Identity]) -> None:
+    """Compare what a prefill engine says of a streamed prompt with the identities of this engine's own. What it does
+    not say, as earlier releases do, is not compared.
+
+    Raises:
+        OtherPromptError: it has computed another prompt.
+        RemoteProtocolError: see `PromptEnd.decode`.
+    """
+    theirs = PromptEnd.decode(extra).identity
+    if theirs is None:
+        return
+    ours = next((each for each in own if each.num_tokens == theirs.num_tokens), None)
+    if ours is None:
+        raise OtherPromptError(
+            "the prefill engine computed a prompt of another length",
+            theirs=theirs.num_tokens,
+            ours=own[-1].num_tokens,
+        )
+    other = ["tokens"] if theirs.tokens_digest != ours.tokens_digest else []
+    if other := other + context_differences(theirs.context, ours.context):
+        raise OtherPromptError(
+            "the prefill engine computed another prompt", differs_in=" and ".join(other)
+        )
+
+
+def context_differences(offered: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+    """Return the parts, in words, in which an offer's context is not the request's own."""
+    return [
+        _WORDS.get(name, name)
+        for name in sorted(offered.keys() | own.keys())
+        if offered.get(name) != own.get(name)
+        and not (name == "media" and _are_other_names(offered, own))
+    ]
+
+
+def _are_other_names(offered: Mapping[str, str], own: Mapping[str, str]) -> bool:
+    """Return True if both have media, which the two engines name in different ways."""
+    names = [each.get("media", "").rpartition(":")[0] for each in (offered, own)]
+    is_known = names[0] == names[1] and all(names)
+    return "media" in offered and "media" in own and not is_known
