@@ -2,6 +2,7 @@
 
     scripts/mutants                      all mutants, as many at a time as there are cores
     scripts/mutants --room planning      those of a room; may be repeated
+    scripts/mutants --room vllm          those of vLLM's integration, in the environment of scripts/test_vllm
     scripts/mutants --file read_check    those of files whose path contains this
     scripts/mutants --sample 20          20 of them, drawn by --seed
     scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
@@ -15,6 +16,7 @@ checkout.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import queue
 import random
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants.toml"
 FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts", "docs")
 LIMIT_S = 900
+ENGINES = ("vllm",)
 # pytest's exit statuses: tests failed, and (for a mutant that cannot be imported) collection did
 NOTICED = (1, 2)
 
@@ -50,6 +53,7 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tests to run instead of the room's."""
     equivalent: str = ""
     room: str = ""
+    needs: str = ""
 
     def apply(self, text: str) -> str:
         """Return the file's text with the mistake in it. Raises ValueError: `old` is not in it exactly once."""
@@ -59,10 +63,13 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mistakes in one part of the package, and the tests that must notice them."""
+    """Mistakes in one part of the package, and the tests that must notice them. `needs`: a package whose environment
+    runs these tests, which have a marker of that name: "vllm". An engine's packages emit warnings of their own.
+    """
 
     tests: list[str]
     mutants: list[Mutant]
+    needs: str = ""
 
 
 class Tree:
@@ -77,8 +84,10 @@ class Tree:
             if path.is_file():
                 shutil.copy2(path, folder / path.name)
 
-    def run(self, tests: Sequence[str]) -> tuple[int, str]:
-        """Run tests. Return pytest's exit status, or that of a failed test if they take too long, and the output."""
+    def run(self, tests: Sequence[str], needs: str = "") -> tuple[int, str]:
+        """Run tests, which may need an engine's package. Return pytest's exit status, or that of a failed test if they
+        take too long, and the output.
+        """
         environment = {
             **os.environ,
             "PYTHONPATH": ":".join(str(self.folder / name) for name in ("", "kernels", "examples")),
@@ -87,6 +96,8 @@ class Tree:
             "HYPOTHESIS_PROFILE": "mutants",
         }
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        if needs:
+            pytest += ["-W", "default", "-m", needs]
         try:
             done = subprocess.run(
                 [*pytest, *tests],
@@ -118,7 +129,7 @@ def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
     """Try one mutant. Return what is wrong, or None if its tests notice it, or if it is listed as equivalent."""
     try:
         with tree.mutated(mutant):
-            status, output = tree.run(mutant.tests)
+            status, output = tree.run(mutant.tests, mutant.needs)
     except (OSError, ValueError) as error:
         return f"does not fit: {error}"
     if status not in (0, *NOTICED):
@@ -142,10 +153,14 @@ def run(mutants: list[Mutant], jobs: int, folder: Path) -> list[str]:
             trees.put(tree)
 
     tree = trees.get()
-    status, output = tree.run(sorted({test for mutant in mutants for test in mutant.tests}))
-    trees.put(tree)
-    if status:
-        return [f"the tests fail without a mutant:\n{output[-4000:]}"]
+    try:
+        for needs in sorted({mutant.needs for mutant in mutants}):
+            tests = {test for mutant in mutants if mutant.needs == needs for test in mutant.tests}
+            status, output = tree.run(sorted(tests), needs)
+            if status:
+                return [f"the tests fail without a mutant:\n{output[-4000:]}"]
+    finally:
+        trees.put(tree)
     complaints = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(attempt, mutant): mutant for mutant in mutants}
@@ -171,6 +186,10 @@ def print_all(mutants: Sequence[Mutant]) -> int:
     return status
 
 
+def _installed() -> set[str]:
+    return {name for name in ENGINES if importlib.util.find_spec(name) is not None}
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--room", "names", multiple=True, help="Only mutants of this room; may be repeated.")
 @click.option("--file", "path", default="", help="Only mutants of files whose path contains this.")
@@ -187,7 +206,12 @@ def main(
     if unknown := set(names) - set(rooms):
         raise click.UsageError(f"no rooms {sorted(unknown)}; there are {sorted(rooms)}")
     mutants = [
-        structs.replace(mutant, room=name, tests=mutant.tests or rooms[name].tests)
+        structs.replace(
+            mutant,
+            room=name,
+            tests=mutant.tests or rooms[name].tests,
+            needs=rooms[name].needs,
+        )
         for name in names or rooms
         for mutant in rooms[name].mutants
         if path in mutant.file
@@ -196,6 +220,16 @@ def main(
         mutants = random.Random(seed).sample(mutants, sample)
     if is_list:
         sys.exit(print_all(mutants))
+    lacking = {mutant.needs for mutant in mutants if mutant.needs} - _installed()
+    if lacking and names:
+        raise click.UsageError(
+            f"a room needs {sorted(lacking)}: scripts/mutants --room vllm runs it in an environment of its own"
+        )
+    left_out = [mutant for mutant in mutants if mutant.needs in lacking]
+    mutants = [mutant for mutant in mutants if mutant.needs not in lacking]
+    if left_out:
+        rest = sorted({mutant.room for mutant in left_out})
+        print(f"left out: {len(left_out)} mutants of {rest}, which need {sorted(lacking)}")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         complaints = run(mutants, max(1, min(jobs, len(mutants))), Path(folder))
     print("\n".join(complaints) or f"all {len(mutants)} mutants are noticed, or equivalent")

@@ -79,6 +79,20 @@ def test_offered_blocks_are_copied_to_host_memory_first(host_buffer):
     assert not mirror[[0, 1, *range(6, 2 * c.BLOCKS)]].any()
 
 
+def test_of_a_growing_prompt_the_last_block_is_copied_again(host_buffer):
+    device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
+    growing = [
+        orders.GrowRequest("s", "s", "5" * 32, (GroupBlocks.of(ids),), Watermark(tokens))
+        for ids, tokens in (((2, 1), 7), ((2, 1, 0), 12))
+    ]
+    host_buffer.before_lease(growing[0], host_buffer.groups)
+    before = mirror.clone()
+    device.fill_(5)
+    host_buffer.before_lease(growing[1], host_buffer.groups)
+    assert (mirror[:4] == 5).all()
+    assert torch.equal(mirror[4:], before[4:])
+
+
 def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_buffer):
     device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
     before = device.clone()
@@ -175,7 +189,14 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
 
 @pytest.mark.parametrize(
     "filled,invalid",
-    [(3 * c.SIZE, {4, 2, 3}), (4 * c.SIZE, {2, 3}), (5 * c.SIZE + 1, {3}), (None, set())],
+    [
+        (2 * c.SIZE, {4, 2, 3}),
+        (3 * c.SIZE, {4, 2, 3}),
+        (4 * c.SIZE, {2, 3}),
+        (5 * c.SIZE + 1, {3}),
+        (7 * c.SIZE, set()),
+        (None, set()),
+    ],
 )
 def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invalid):
     """If it is not known how many tokens arrived, the request fails as a whole."""
@@ -188,9 +209,20 @@ def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invali
     worker._outbox.load_ended("good")
     finished = half.finished()
     assert finished.finished_recving == {"d", "good"}
-    assert finished.failed_recving == (set() if invalid else {"d"})
+    assert finished.failed_recving == (set() if filled is not None else {"d"})
     assert [half.take_unfilled() for _ in range(2)] == [invalid, set()]
     assert half.take_report().failed == {"d": "LocalError: lost"}
+
+
+def test_unfilled_blocks_are_named_as_vllm_counts_them():
+    """Where an attention backend splits vLLM's blocks, a load names kernel blocks."""
+    options = {"backend": "FLASHINFER", "kernel_block_size": c.SIZE}
+    parts = FailedParts.of([c.registered(c.attention(block_size=2 * c.SIZE), **options)[0]])
+    order = replace(load(tokens=(0, 4 * c.SIZE)), local_blocks=(GroupBlocks.of((8, 9, 4, 5)),))
+    parts.expect([order])
+    lost = WorkerOutput(finished_recving={"d"}, filled_tokens={"d": 2 * c.SIZE + 1})
+    assert parts.ended(lost) == {"d"}
+    assert parts.take_unfilled() == {2}
 
 
 def test_an_idle_engine_reports_a_load_in_the_step_that_began_it():
@@ -295,22 +327,30 @@ def test_caches_in_use_outlive_a_worker_that_closes(monkeypatch):
     assert cache() is not None
 
 
-def stats(*seconds, failures=None, expired=0):
+def stats(*seconds, failures=None, expired=0, contained=None):
     load = {"kind": "load", "outcome": "done", "phases": (), "path": "packed"}
     loads = [RequestTrace(request_id="r", nbytes=1 << 20, seconds=each, **load) for each in seconds]
     return ConnectorStats.of(
-        WorkerStats(traces=loads, failures=failures or {}, leases_expired=expired)
+        WorkerStats(
+            traces=loads,
+            failures=failures or {},
+            leases_expired=expired,
+            contained=contained or {},
+        )
     )
 
 
 def test_statistics_merge_and_reduce_to_a_line():
-    merged = stats(0.25).aggregate(stats(0.75, failures={"PeerLostError": 2}, expired=1))
+    merged = stats(0.25, contained={"KeyError": 2}).aggregate(
+        stats(0.75, failures={"PeerLostError": 2}, expired=1, contained={"KeyError": 1})
+    )
     line = merged.reduce()
     assert line["Num successful transfers"] == 2
     assert line["Avg xfer time (ms)"] == 500
     assert line["Throughput (MB/s)"] == 2
     assert line["Num failed transfers"] == line["Num failed: PeerLostError"] == 2
     assert line["Num KV expired reqs"] == 1
+    assert line["Num contained: KeyError"] == 3
     assert line["Num path: packed"] == 2
     assert stats().is_empty()
     assert stats().reduce()["Num successful transfers"] == 0
@@ -321,7 +361,8 @@ def test_statistics_become_prometheus_metrics_of_their_engine():
     types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = PromMetrics(config, types, ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
-    merged = stats(0.25, 0.5, failures={"PeerLostError": 2}, expired=1)
+    more = {"expired": 1, "contained": {"KeyError": 3}}
+    merged = stats(0.25, 0.5, failures={"PeerLostError": 2}, **more)
     metrics.observe(merged.data, 1)
     for name, engine, labels, value in (
         ("xfer_time_seconds_count", "0", {}, 0),
@@ -329,6 +370,7 @@ def test_statistics_become_prometheus_metrics_of_their_engine():
         ("xfer_gigabytes_per_second_sum", "1", {}, pytest.approx((1 << 20) / 1e9 * (4 + 2))),
         ("num_transfers_total", "1", {"path": "packed"}, 2),
         ("num_failed_transfers_total", "1", {"cause": "PeerLostError"}, 2),
+        ("num_contained_exceptions_total", "1", {"type": "KeyError"}, 3),
     ):
         names = {"model": "m", "engine": engine, **labels}
         assert registry.get_sample_value(f"vllm:kvconnector_{name}", names) == value
