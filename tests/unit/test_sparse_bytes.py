@@ -1,0 +1,47 @@
+"""What a request of DeepSeek-V4 moves, beside whole blocks as NixlConnector moves them: the table of BENCHMARKS.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvconnector.bench.shapes import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
+
+# vLLM 0.33's planner puts all cache groups into one pool, whose blocks have this many bytes; a block belongs to one
+# group at a time. Each group's tokens in a block and its window, 0 for all tokens:
+BLOCK_BYTES = {"Pro": 1_435_968, "Flash": 1_002_240}
+GROUPS = ((64, 128), (64, 128), (256, 0), (8, 128), (4, 8))
+MODELS = {"Pro": DEEPSEEK_V4_PRO, "Flash": DEEPSEEK_V4_FLASH}
+ROW = re.compile(r"\| (Pro|Flash) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
+
+
+def whole_blocks(tokens):
+    """Return the blocks of a prompt that NixlConnector reads: of a window one more than it fills."""
+    found = 0
+    for size, window in GROUPS:
+        blocks = -(-tokens // size)
+        found += min(blocks, -(-window // size) + 1) if window else blocks
+    return found
+
+
+def table():
+    text = (Path(__file__).parents[2] / "BENCHMARKS.md").read_text()
+    return [
+        (name, int(n.replace(",", "")), *map(float, more)) for name, n, *more in ROW.findall(text)
+    ]
+
+
+@pytest.mark.parametrize("row", table(), ids=str)
+def test_the_table_of_bytes(row):
+    name, tokens, ours, theirs, ratio = row
+    # the last token is computed by the decode engine
+    moved = MODELS[name].request_bytes(tokens - 1)
+    whole = whole_blocks(tokens) * BLOCK_BYTES[name]
+    assert (ours, theirs) == (round(moved / 1e6, 1), round(whole / 1e6, 1))
+    assert ratio == round(moved / whole, 2)
+
+
+def test_the_table_is_there():
+    assert [row[:2] for row in table()] == [
+        (name, tokens) for name in MODELS for tokens in (1000, 8192, 65536)
+    ]
