@@ -74,6 +74,11 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How long a consumer may follow a prompt before this engine gets the request, since a router asks both engines at
     once and this one's queue may be longer. After that it is refused.
     """
+    reclaim_above: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """While more than this share of a cache group's blocks is held for consumers, the oldest requests that none has
+    asked for are taken back. Consumers that come later get `OfferReclaimedError`. 1 is never: how late a router asks
+    decode engines is known only to who runs it.
+    """
 
 
 class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

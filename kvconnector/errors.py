@@ -233,6 +233,16 @@ class LeaseExpiredError(ReadRefusedError):
     remedy = "prefill the request anew; lease.duration_s there must cover the wait in this engine's queue"
 
 
+class OfferReclaimedError(LeaseExpiredError):
+    """The producer ran out of cache blocks, and took back this request's, the oldest that nobody had read."""
+
+    retry = Retry.OTHER
+    remedy = (
+        "that engine is full of prompts that no decode engine fetches: add decode engines, or raise"
+        " lease.reclaim_above there"
+    )
+
+
 class TransferAbortedError(ReadRefusedError):
     """The request was aborted on one of the two sides."""
 

@@ -61,6 +61,7 @@ from kvconnector.session.orders import (
     HoldRequest,
     LoadRequest,
     Order,
+    ReclaimRequest,
     WithdrawRequest,
 )
 from kvconnector.topology import EngineGeometry
@@ -349,7 +350,9 @@ class Driver:
             self._outbox.released(event.request_id, "aborted", error=error)
 
 
-_PRODUCER_EVENTS = frozenset({GrowRequest, HoldRequest, WithdrawRequest, ev.SendOver})
+_PRODUCER_EVENTS = frozenset(
+    {GrowRequest, HoldRequest, WithdrawRequest, ReclaimRequest, ev.SendOver}
+)
 """Events without a link that are for the producer's session; the others are for the consumer's."""
 _SLOW = frozenset({m.Directory, m.Hello, m.HelloReply})
 """Messages whose handling may map a peer's memory, compile kernels for it, or open connections to it."""

@@ -27,6 +27,7 @@ from kvconnector.session.orders import (
     LeaseOrder,
     LoadRequest,
     Order,
+    ReclaimRequest,
     StepMetadata,
     WantRequest,
     WithdrawRequest,
@@ -39,7 +40,7 @@ Blocks: TypeAlias = tuple[GroupBlocks, ...]
 _WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
 """Orders whose blocks are compared with the pools. The others of a step, maybe thousands, need no check."""
 _NOT_TAKEN: dict[Role, frozenset[type]] = {
-    "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest}),
+    "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest, ReclaimRequest}),
     "producer": frozenset({WantRequest, LoadRequest, DropRequest}),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_counts
 from kvconnector.ids import Id, new_secret
@@ -13,7 +14,13 @@ from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.params import StreamRequest
 from kvconnector.runtime.remote_request import block_lists, tokens_to_load
-from kvconnector.session.orders import GrowRequest, HoldRequest, Order, WithdrawRequest
+from kvconnector.session.orders import (
+    GrowRequest,
+    HoldRequest,
+    Order,
+    ReclaimRequest,
+    WithdrawRequest,
+)
 from kvconnector.topology import EngineGeometry
 from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
@@ -61,6 +68,45 @@ def _continued(
     return ids, GroupBlocks.of(ids, first_block)
 
 
+class FullPools:
+    """Which offers to take back: the oldest, while all of them hold more than a share `above` of a group's blocks.
+
+    The newest is never taken back, and none is named twice: what a consumer has asked for meanwhile stays, and ends as
+    its consumer says. A block that several offers share counts once. Work per offer is in proportion to its blocks.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], above: float) -> None:
+        self._room = [int(count * above) for count in num_blocks]
+        self._holders = [np.zeros(count, np.int32) for count in num_blocks]
+        self._used = [0] * len(num_blocks)
+        self._offers: dict[str, tuple[GroupBlocks, ...]] = {}
+
+    def add(self, request_id: str, blocks: tuple[GroupBlocks, ...]) -> None:
+        """Count a new offer, whose ids are in the pools."""
+        self._offers[request_id] = blocks
+        for group, each in enumerate(blocks):
+            holders, ids = self._holders[group], np.unique(each.block_ids)
+            self._used[group] += int(np.count_nonzero(holders[ids] == 0))
+            holders[ids] += 1
+
+    def remove(self, request_id: str) -> None:
+        """Forget an offer, if it still counts."""
+        for group, each in enumerate(self._offers.pop(request_id, ())):
+            holders, ids = self._holders[group], np.unique(each.block_ids)
+            holders[ids] -= 1
+            self._used[group] -= int(np.count_nonzero(holders[ids] == 0))
+
+    def excess(self) -> list[str]:
+        """Return the offers to take back, oldest first. They count no more."""
+        found = []
+        while len(self._offers) > 1 and any(
+            used > room for used, room in zip(self._used, self._room, strict=True)
+        ):
+            found.append(next(iter(self._offers)))
+            self.remove(found[-1])
+        return found
+
+
 _NO_BLOCKS = GroupBlocks.of(())
 _NOTHING = list[int](), _NO_BLOCKS
 
@@ -75,6 +121,7 @@ class Offers:
         engine: EngineGeometry,
         retentions: Sequence[Retention],
         workers: Sequence[WorkerMetadata],
+        reclaim_above: float = 1.0,
     ) -> None:
         # ranks may have pools of different sizes, and an id stands for a block in each
         num_blocks = [min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)]
@@ -84,6 +131,7 @@ class Offers:
         self.held: dict[str, str] = {}
         """The transfer of each request that is held."""
         self._names: set[str] = set()
+        self._full = FullPools(num_blocks, reclaim_above) if reclaim_above < 1.0 else None
 
     def __repr__(self) -> str:
         return f"<Offers {len(self.held)} held, streams {sorted(self._streams)}>"
@@ -193,6 +241,8 @@ class Offers:
                 lease_duration_s=lease_duration_s,
             )
         self._streams.pop(request_id, None)
+        if self._full is not None:
+            self._full.add(request_id, held)
         self.held[request_id] = stream.transfer_id
         self._names.add(stream.transfer_id)
         return HoldRequest(
@@ -209,6 +259,12 @@ class Offers:
     def released(self, request_id: str) -> None:
         """Record that the blocks of a request are free."""
         self._names.discard(self.held.pop(request_id, ""))
+        if self._full is not None:
+            self._full.remove(request_id)
+
+    def reclaim(self) -> list[ReclaimRequest]:
+        """Return orders to take back the oldest requests, if those that are held fill too much of a pool."""
+        return [] if self._full is None else [ReclaimRequest(each) for each in self._full.excess()]
 
     def _check_blocks(
         self, what: str, held: Sequence[GroupBlocks], num_tokens: int, num_encoder_tokens: int

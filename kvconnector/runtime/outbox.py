@@ -26,6 +26,7 @@ from kvconnector.session.orders import (
     LeaseOrder,
     LoadRequest,
     Order,
+    ReclaimRequest,
     WantRequest,
     WithdrawRequest,
 )
@@ -191,10 +192,13 @@ class Outbox:
                 return  # the engine still computes the request
             ended = self._unreported
             if outcome == "expired":
-                ended.stats.leases_expired += 1
-                error = LeaseExpiredError(
-                    "the lease ended before every consumer had confirmed its read"
-                )
+                if error is None:
+                    ended.stats.leases_expired += 1
+                    error = LeaseExpiredError(
+                        "the lease ended before every consumer had confirmed its read"
+                    )
+                else:  # the pool was full
+                    _count(ended.stats.failures, type(error).__name__)
                 ended.failed_sending[request_id] = _text(error)
             elif lease is not None and (error := lease.error or error) is not None:
                 ended.failed_sending[request_id] = _text(error)
@@ -296,8 +300,10 @@ class Outbox:
         if self._bell.locked():
             self._bell.release()
 
-    def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> bool:
+    def _expect_lease(self, order: LeaseOrder | WithdrawRequest | ReclaimRequest) -> bool:
         """Returns True if the order withdraws an incomplete lease on blocks."""
+        if isinstance(order, ReclaimRequest):
+            return False  # if it ends a lease, that is reported
         # a complete lease lasts until its end is reported
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):

@@ -71,7 +71,7 @@ class Scheduler:
         self._allowed = AllowedProducers(self._config.control.allowed_producers)
         self._engine = joined_geometry(config, workers)
         self._retentions = checked_retentions(self._engine, retentions)
-        self._offers = Offers(self._engine, self._retentions, workers)
+        self._offers = Offers(self._engine, self._retentions, workers, config.lease.reclaim_above)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
         self._requests: dict[str, RemoteRequest] = {}
@@ -141,6 +141,7 @@ class Scheduler:
             extra=extra,
         )
         self._orders.append(hold)
+        self._orders += self._offers.reclaim()
         control = self._service.control
         params = TransferParams.of(
             hold, num_tokens, self._engine, control.address, control.server_key

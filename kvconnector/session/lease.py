@@ -11,6 +11,9 @@ exactly once: when all consumer ranks that the topology names have confirmed (`r
 (`expired`), or when either side gives up the request (`aborted`). Heartbeats and reads extend the time and never
 shorten it.
 
+An engine whose pool is full may ask for the end of a lease (`ReclaimRequest`). It ends as if its time were up, unless a
+consumer has shown by any message that it wants it. A direct read begins without one: it finds the key retracted.
+
 *DRAINING.* The outcome is known, but sends still read the blocks. They are stopped, no new read may begin, and the last
 `SendOver` gives the blocks back.
 
@@ -37,7 +40,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, OfferReclaimedError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
@@ -80,7 +83,8 @@ class Lease(Tracked[LeaseState]):
 
     It is published under its `keys`. If it `is_streamed`, it was granted before it was complete: its `followers` get a
     report whenever it grows, and the engine expects its release only once it `is_complete`. Its `outcome` is known, and
-    the `reason` if it was aborted, before its last send has stopped.
+    the `reason` if it was aborted or taken back, before its last send has stopped. It `is_wanted` once any consumer has
+    asked for it.
     """
 
     def __init__(self, table: Table[LeaseState], granted: LeaseOrder, now: float) -> None:
@@ -92,6 +96,7 @@ class Lease(Tracked[LeaseState]):
         self.watermark = NO_TOKENS
         self.is_streamed = isinstance(granted, GrowRequest)
         self.is_complete = False
+        self.is_wanted = False
         self.expires_at = NEVER
         self.keys: tuple[bytes, ...] = ()
         self.followers: tuple[Link, ...] = ()
@@ -155,6 +160,8 @@ class Lease(Tracked[LeaseState]):
         """Return the refusal of who asks for it once its outcome is known."""
         outcome = self.outcome or LeaseState.ABORTED
         refusal, text = REFUSAL_OF[outcome]
+        if isinstance(self.reason, OfferReclaimedError):
+            return Refusal.RECLAIMED, self.reason.message
         is_named = self.is_streamed and outcome is LeaseState.RELEASED
         return refusal, _USED_NAMES if is_named else text
 

@@ -60,6 +60,10 @@ class WithdrawRequest(_Order, frozen=True):
     """The producer takes back a held request, or the blocks of one that it is still computing."""
 
 
+class ReclaimRequest(_Order, frozen=True):
+    """The producer takes back a held request, unless a consumer has asked for it: its pool is full."""
+
+
 class WantRequest(_Order, frozen=True):
     """A request whose blocks are at the producer `engine` is queued at this consumer: greet that engine and keep the
     lease alive. `is_followed`: the producer may still be computing the prompt.
@@ -91,7 +95,9 @@ class DropRequest(_Order, frozen=True):
 
 
 LeaseOrder: TypeAlias = HoldRequest | GrowRequest
-Order: TypeAlias = LeaseOrder | WithdrawRequest | WantRequest | LoadRequest | DropRequest
+Order: TypeAlias = (
+    LeaseOrder | WithdrawRequest | ReclaimRequest | WantRequest | LoadRequest | DropRequest
+)
 
 
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvconnector.config import LeaseConfig
-from kvconnector.errors import KVConnectorError, LocalError, TransferAbortedError
+from kvconnector.errors import (
+    KVConnectorError,
+    LocalError,
+    OfferReclaimedError,
+    TransferAbortedError,
+)
 from kvconnector.ids import Rank
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
@@ -26,7 +31,13 @@ from kvconnector.session.containment import (
 from kvconnector.session.lease import EndedLeases, Lease, LeaseState, Send
 from kvconnector.session.link import FromPeer, Link, kind_of
 from kvconnector.session.machine import Table, staying
-from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
+from kvconnector.session.orders import (
+    GrowRequest,
+    HoldRequest,
+    LeaseOrder,
+    ReclaimRequest,
+    WithdrawRequest,
+)
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers, name_of
 from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_read
@@ -53,7 +64,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
             m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
             WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
-            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendOver),
+            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendOver, ReclaimRequest),
         },
         _S.HELD: {
             m.Read: frozenset({_S.HELD, _S.READING}),
@@ -61,6 +72,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             m.Abort: frozenset({_S.ABORTED}),
             WithdrawRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.EXPIRED}),
+            ReclaimRequest: frozenset({_S.HELD, _S.EXPIRED}),
             **staying(_S.HELD, m.Follow, m.Heartbeat),
         },
         _S.READING: {
@@ -69,7 +81,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             m.Abort: frozenset({_S.DRAINING}),
             WithdrawRequest: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
-            **staying(_S.READING, m.Follow, m.Read, m.Heartbeat),
+            **staying(_S.READING, m.Follow, m.Read, m.Heartbeat, ReclaimRequest),
         },
         _S.DRAINING: {
             ev.SendOver: _ENDED | {_S.DRAINING},
@@ -83,6 +95,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
                 m.Done,
                 m.Abort,
                 WithdrawRequest,
+                ReclaimRequest,
             ),
         },
         _S.RELEASED: {},
@@ -210,6 +223,7 @@ class ProducerSession:
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event, now)
+            lease.is_wanted = True
             if event.link not in lease.followers:
                 lease.followers += peer.sole_follower
             self._links.send(event.link, lease.progress())
@@ -228,6 +242,18 @@ class ProducerSession:
             return  # it was released in the meantime
         lease.accept(event, now)
         self._end(lease, LeaseState.ABORTED, _withdrawn_error())
+
+    def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
+        """Take back a held request for which no consumer has asked: the pool is full of such.
+
+        A consumer of this host that reads it at this moment looks at the board again, as at any other end of a lease.
+        """
+        lease = self._by_request.get(event.request_id)
+        if lease is None:
+            return  # it was released in the meantime
+        lease.accept(event, now)
+        if lease.state is LeaseState.HELD and not lease.is_wanted:
+            self._end(lease, LeaseState.EXPIRED, _reclaimed_error())
 
     def _read_asked(self, event: FromPeer[m.Read], now: float) -> None:
         read = event.message
@@ -253,6 +279,7 @@ class ProducerSession:
                 self._refuse(event, Refusal.INVALID_READ, error.statement)
                 return
             lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
+            lease.is_wanted = True
             send = Send(event.link, lease, read, source, lease.blocks, now)
             if lease.state is LeaseState.HELD:
                 lease.move(LeaseState.READING)
@@ -327,6 +354,7 @@ class ProducerSession:
                 lease, LeaseState.ABORTED, _given_up_error(str(peer.engine_id), str(peer.rank))
             )
             return
+        lease.is_wanted = True
         ranks = lease.confirmed.setdefault(peer.engine_id, set())
         ranks.add(peer.rank)
         if ranks >= peer.readers:
@@ -366,6 +394,7 @@ class ProducerSession:
 
     def _renew(self, lease: Lease, event: FromPeer[m.Heartbeat], now: float) -> None:
         lease.accept(event, now)
+        lease.is_wanted = True
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
 
     def _tick(self, event: ev.Tick, now: float) -> None:
@@ -460,13 +489,13 @@ class ProducerSession:
             self._contain_send_over(event, now, error)
         elif isinstance(event, FromPeer):
             self._contain_message(event, now, error)
-        elif isinstance(event, LeaseOrder | WithdrawRequest):
+        elif isinstance(event, LeaseOrder | WithdrawRequest | ReclaimRequest):
             self._contain_order(event, now, error)
         else:
             self._engine.note_contained(f"a {kind_of(event).__name__}", error)
 
     def _contain_order(
-        self, order: LeaseOrder | WithdrawRequest, now: float, error: Exception
+        self, order: LeaseOrder | WithdrawRequest | ReclaimRequest, now: float, error: Exception
     ) -> None:
         lease = self._by_request.get(order.request_id)
         if lease is not None:
@@ -543,6 +572,7 @@ class ProducerSession:
         GrowRequest: _granted,
         HoldRequest: _granted,
         WithdrawRequest: _withdrawn,
+        ReclaimRequest: _reclaimed,
         m.Follow: _followed,
         m.Read: _read_asked,
         m.CancelRead: _read_cancelled,
@@ -562,6 +592,10 @@ _UNKNOWN = "no such transfer"
 
 def _withdrawn_error() -> TransferAbortedError:
     return TransferAbortedError("this engine took the blocks back before they were read")
+
+
+def _reclaimed_error() -> OfferReclaimedError:
+    return OfferReclaimedError("this engine took the blocks back, as its cache was full")
 
 
 def _moved_error() -> TransferAbortedError:

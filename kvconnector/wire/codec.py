@@ -52,6 +52,7 @@ _ERRORS: dict[Refusal, type[e.RemoteError]] = {
     Refusal.INVALID_READ: e.ReadRefusedError,
     Refusal.NOT_GREETED: e.RemoteProtocolError,
     Refusal.INTERNAL: e.RemoteError,
+    Refusal.RECLAIMED: e.OfferReclaimedError,
 }
 
 

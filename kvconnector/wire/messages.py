@@ -51,6 +51,8 @@ class Refusal(StrEnum):
     INVALID_READ = "invalid_read"
     NOT_GREETED = "not_greeted"
     INTERNAL = "internal"
+    RECLAIMED = "reclaimed"
+    """Since wire version 4; peers of version 3 get `LEASE_EXPIRED`."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvconnector.errors import PeerLostError
 from kvconnector.session import events as ev
 from kvconnector.session.link import FromPeer
-from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.session.orders import HoldRequest, ReclaimRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from tests.support.examples import examples
 from tests.unit.session import harness
@@ -26,6 +26,7 @@ class Leases(RuleBasedStateMachine):
         self.numbers = iter(range(1, 1 << 30))
         self.held, self.sends, self.published = {}, {}, set()
         self.confirmed, self.released = {}, {}
+        self.wanted, self.reclaimed = set(), set()
         for link in (-1, -2):
             self._greet(link)
 
@@ -56,7 +57,8 @@ class Leases(RuleBasedStateMachine):
         if outcome == "released":
             assert ends == {0, 1}, "blocks are released before all ranks have confirmed"
         elif outcome == "expired":
-            assert self.side.now >= until, "a lease ended before its time"
+            is_due = self.side.now >= until or name in self.reclaimed - self.wanted
+            assert is_due, "a lease ended before its time"
         else:
             assert "abort" in ends, "a lease ended that no engine aborted"
 
@@ -65,6 +67,8 @@ class Leases(RuleBasedStateMachine):
         if name not in self.held and name not in self.sends.values():
             self.held[name], self.confirmed[name] = self.side.now + harness.LEASE_S, set()
             secret = next(self.numbers)
+            self.wanted.discard(name)
+            self.reclaimed.discard(name)
             self.released[name] = f"{secret:032}"
             self._handle(HoldRequest(name, name, self.released[name], harness.BLOCKS, 12))
 
@@ -76,22 +80,37 @@ class Leases(RuleBasedStateMachine):
     def read(self, link, name, is_right, tp_rank):
         asked = harness.read(next(self.numbers), self._key(name, is_right=is_right))
         if name in self.held or not is_right:
+            self._wants(name, is_right)
             self._handle(FromPeer(self.links[link], asked))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans())
     def renew(self, link, name, is_right):
         if is_right and name in self.held:
             self.held[name] = max(self.held[name], self.side.now + harness.LEASE_S)
+            self._wants(name, is_right)
         self._handle(harness.heartbeat(self.links[link], self._key(name, is_right=is_right)))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans(), is_abort=st.booleans())
     def end(self, link, name, is_right, is_abort):
         if name not in self.held:
             return  # an early ending would end the next lease
+        self._wants(name, is_right)
         if is_right:
             self.confirmed[name].add("abort" if is_abort else -1 - link)
         event = harness.abort if is_abort else harness.done
         self._handle(event(self.links[link], self._key(name, is_right=is_right)))
+
+    def _wants(self, name, is_right):
+        if is_right:
+            self.wanted.add(name)
+
+    @rule(name=NAMES)
+    def reclaim(self, name):
+        """Ends a lease exactly if no consumer has asked for it."""
+        is_unread = name in self.held and name not in self.wanted
+        self.reclaimed.add(name)
+        self._handle(ReclaimRequest(name))
+        assert not (is_unread and name in self.held)
 
     @rule(name=NAMES)
     def withdraw(self, name):

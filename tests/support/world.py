@@ -27,6 +27,7 @@ from kvconnector.session.orders import (
     GrowRequest,
     HoldRequest,
     LoadRequest,
+    ReclaimRequest,
     StepMetadata,
     WantRequest,
     WithdrawRequest,
@@ -147,6 +148,10 @@ class WorldEngine:
     def withdraw(self, request_id):
         """Abort a request at the producer."""
         self._order(WithdrawRequest(request_id))
+
+    def reclaim(self, request_id):
+        """Take a request's blocks back unless a consumer has asked for them."""
+        self._order(ReclaimRequest(request_id))
 
     def want(self, request_id, offer, *, is_followed=False):
         """Queue a request whose blocks another engine has, or will have."""

@@ -272,6 +272,10 @@ TABLE = {
         failed_load(lambda pair: pair.pass_time(10.0)),
         [*PEER, "lease.duration_s"],
     ),
+    e.OfferReclaimedError: (
+        failed_load(lambda pair: pair.p.reclaim("r")),
+        ["took the blocks back", "its cache was full", *PEER],
+    ),
     e.TransferAbortedError: (
         failed_load(before=lambda pair: pair.p.withdraw("r")),
         ["the request was aborted", *PEER],

@@ -51,6 +51,7 @@ def test_mistakes_of_the_caller_are_never_tried_again():
         (e.UnknownTransferError, "same"),
         (e.StaleIncarnationError, "same"),
         (e.TransferAbortedError, "same"),
+        (e.OfferReclaimedError, "other"),
         (e.PeerLostError, "other"),
         (e.PeerUnreachableError, "other"),
         (e.TransferTimeoutError, "other"),
