@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvconnector.errors import ConfigError, GeometryError, LocalError, TransferAbortedError
+from kvconnector.errors import (
+    ConfigError,
+    GeometryError,
+    LocalError,
+    RemoteError,
+    TransferAbortedError,
+)
 from tests.sglang.listed import hybrid_pool, listed
-from tests.sglang.pure.registry import Registry
+from tests.sglang.pure.registry import PrefillApi, Registry
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ucx]
@@ -336,14 +342,121 @@ def test_a_decode_engine_that_would_free_pages_in_use_is_refused(backend, monkey
         pass
 
 
-def test_a_prompt_that_is_to_be_computed_again_fails_and_not_the_engine(backend, sides):
-    """As SGLang asks for when a decode engine has retracted its requests for new weights."""
-    _, decode = sides
-    _, _, receiver = _asked(backend, sides)
-    decode.manager.submit_prefill_recompute(receiver, {"rid": "r"})
-    _until(FAILED, receiver)
-    with pytest.raises(LocalError, match="computed again"):
-        receiver.failure_exception()
+class _PreallocQueue:
+    """SGLang's queue of a decode engine, with its own code and our hook, as far as a new request runs through it."""
+
+    def __init__(self, backend, manager):
+        from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+        self.of_sglang = DecodePreallocQueue
+        self.kv_manager, self.queue, self.pending_reqs = manager, [], []
+        self.transfer_backend, self.tp_rank, self.token_to_kv_pool_allocator = None, 0, None
+        self._backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self.of_sglang, name).__get__(self)
+
+    def _check_if_req_exceed_kv_capacity(self, req):
+        return False
+
+    def _create_receiver_and_enqueue(self, req, **options):
+        return self._backend.create_receiver(
+            self.of_sglang._create_receiver_and_enqueue, self, req, **options
+        )
+
+
+def _retracted(backend, room, **fields):
+    """Return a request of 5 tokens that was answered 3 before SGLang retracted it, as SGLang leaves it."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    class Retracted(SimpleNamespace):
+        build_rebootstrap_payload = Req.build_rebootstrap_payload
+
+    names = "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty"
+    flags = "ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim"
+    return Retracted(
+        rid="r",
+        origin_input_ids=[1, 2, 3, 4, 5],
+        output_ids=[6, 7],
+        pd_rebootstrap_forced_output_id=8,
+        pd_rebootstrap_in_progress=True,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=backend.get_disagg().disaggregation_bootstrap_port,
+        bootstrap_room=room,
+        sampling_params=SimpleNamespace(**dict.fromkeys(f"{names} {flags}".split(), 0)),
+        disagg_prefill_dp_rank=None,
+        priority=None,
+        extra_key=None,
+        cache_salt=None,
+        routing_key=None,
+        multimodal_inputs=None,
+        **fields,
+    )
+
+
+@pytest.fixture
+def queue_of(backend, monkeypatch):
+    """Makes SGLang's queue for a rank of a decode engine."""
+    from sglang.srt.disaggregation import decode as of_sglang
+
+    policy = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    monkeypatch.setattr(of_sglang, "get_kv_class", lambda *_: backend.KVReceiver)
+    monkeypatch.setattr(of_sglang, "get_disagg", lambda: policy, raising=False)
+    return lambda manager: _PreallocQueue(backend, manager)
+
+
+def _serve_at(backend, monkeypatch, port):
+    serving = SimpleNamespace(host="127.0.0.1", port=port)
+    monkeypatch.setattr(backend, "get_serving", lambda: serving)
+
+
+def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, queue_of):
+    """By SGLang's own queue. The decode engine has no pages before the prefill engine has some, as for any prompt."""
+    with closing(PrefillApi()) as api:
+        _serve_at(backend, monkeypatch, api.port)
+        with _sides(backend, "cpu") as (prefill, decode):
+            queue, room = queue_of(decode.manager), secrets.randbits(62) + 1
+            req = _retracted(backend, room)
+            queue.add(req, is_rebootstrap=True)
+            (decode_req,) = queue.queue
+            assert req.bootstrap_room != room
+            receiver, payload = decode_req.kv_receiver, None
+            until_s = time.monotonic() + LIMIT_S
+            while payload is None:
+                assert receiver.poll() == BOOTSTRAPPING
+                assert time.monotonic() < until_s
+                payload = api.asked.popleft() if api.asked else None
+            assert payload["input_ids"] == [1, 2, 3, 4, 5, 6, 7]
+            assert payload["bootstrap_room"] == req.bootstrap_room
+            sender = backend.KVSender(prefill.manager, "", payload["bootstrap_room"])
+            sender.init(len(prefill.pages), SENT_ROW)
+            values = _send_first(prefill, sender)
+            receiver.num_tokens = TOKENS
+            _load(decode, receiver)
+            decode.manager.submit_prefill_recompute(receiver, req.build_rebootstrap_payload())
+            sender.send(prefill.pages[CHUNK // 16 :], [], TOKENS - CHUNK)
+            _until(SUCCESS, sender, receiver)
+            assert decode.has(values)
+            assert not api.asked, "it was asked for twice"
+            first_room = req.bootstrap_room
+            queue.add(req, is_rebootstrap=True)
+            assert req.bootstrap_room not in {room, first_room}, "each retraction has its own room"
+
+
+def test_a_retracted_prompt_that_no_server_computes_fails_alone(backend, monkeypatch, queue_of):
+    _serve_at(backend, monkeypatch, free_ports())
+    with _sides(backend, "cpu") as (_, decode):
+        queue = queue_of(decode.manager)
+        queue.add(_retracted(backend, 5), is_rebootstrap=True)
+        with_images = _retracted(backend, 6)
+        with_images.multimodal_inputs = object()
+        queue.add(with_images, is_rebootstrap=True)
+        for decode_req, error, text in zip(
+            queue.queue, (RemoteError, LocalError), ("not compute", "images"), strict=True
+        ):
+            _until(FAILED, decode_req.kv_receiver)
+            with pytest.raises(error, match=text):
+                decode_req.kv_receiver.failure_exception()
 
 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):

@@ -46,7 +46,12 @@ from kvconnector.integrations.sglang.settings import (
     connector_config,
     refuse_unsupported,
 )
-from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, agree
+from kvconnector.integrations.sglang.transfers import (
+    LoadedPrompt,
+    SentPrompt,
+    agree,
+    next_room,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +163,8 @@ class KVManager(RankTransfers, BaseKVManager):
     def register_to_bootstrap(self) -> None:
         """Do nothing: the rank has registered."""
 
-    def submit_prefill_recompute(self, receiver: LoadedPrompt, *_: object) -> None:
-        """Fail a request whose retracted prompt is to be computed again with new weights."""
-        receiver.fail(LocalError("kvconnector cannot have a retracted prompt computed again"))
+    def submit_prefill_recompute(self, *_: object) -> None:
+        """Do nothing: the receiver has asked the prefill server; see `recompute.py`."""
 
 
 class KVSender(SentPrompt, BaseKVSender):
@@ -198,7 +202,7 @@ CLASSES = {
 def hook_queues() -> None:
     """Put our hooks into SGLang's queues, once in a process."""
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
-    HookRegistry.register(CREATE_RECEIVER, note_rank, HookType.AFTER)
+    HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)
     HookRegistry.register(REDUCTION, agree, HookType.AROUND)
     for method in ADMISSIONS:
         HookRegistry.register(method, refuse_malformed, HookType.AROUND)
@@ -219,9 +223,29 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     return True
 
 
-def note_rank(decode_req: Any, queue: Any, req: Any, *_: object, **__: object) -> None:
-    """Record the prefill rank that the router named on the receiver: a hook after `_create_receiver_and_enqueue`."""
-    decode_req.kv_receiver.dp_rank = req.disagg_prefill_dp_rank
+def create_receiver(
+    original: Callable[..., Any], queue: Any, req: Any, is_rebootstrap: bool = False
+) -> Any:
+    """Give the receiver what its constructor has no arguments for: a hook around `_create_receiver_and_enqueue`.
+
+    That is the prefill rank that the router named and, if SGLang retracted the request and has its prompt computed
+    again (`is_rebootstrap`), what to ask the prefill server for. This is a transfer of its own, with a room of its own.
+    """
+    is_again = is_rebootstrap and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
+    if is_again and req.bootstrap_room is not None:
+        req.bootstrap_room = next_room(req.bootstrap_room)
+    decode_req = original(queue, req, is_rebootstrap=is_rebootstrap)
+    receiver = decode_req.kv_receiver
+    receiver.dp_rank = req.disagg_prefill_dp_rank
+    if not is_again:
+        return decode_req
+    if req.multimodal_inputs is not None:
+        receiver.fail(
+            LocalError("SGLang has prompts with images computed again without them", rid=req.rid)
+        )
+    elif queue.kv_manager.leads:
+        receiver.recompute = req.build_rebootstrap_payload()
+    return decode_req
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:

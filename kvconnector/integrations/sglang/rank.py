@@ -19,6 +19,7 @@ from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.recompute import Recomputer
 from kvconnector.integrations.sglang.registry import Finder, Poster
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import PrefillEngines
@@ -85,6 +86,8 @@ class RankTransfers:
         """Address of the directory service, in the rank of a prefill engine that has it."""
         self.dp_rank, self.dp_size, self.follows_rooms = dp_rank, 1, True
         """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
+        self.leads = shape.pp_rank == shape.tp_rank == 0
+        """True in the one rank of an engine that asks a server for what all its ranks read."""
         self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
@@ -108,6 +111,8 @@ class RankTransfers:
             if config.role == "consumer":
                 self.finder = Finder(must_query=must_query)
                 started.callback(self.finder.close)
+                self.recomputer = Recomputer()
+                started.callback(self.recomputer.close)
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""

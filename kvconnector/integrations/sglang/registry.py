@@ -46,6 +46,7 @@ RETRY_S = 0.5
 RENEW_S = 60.0
 """A registry forgets rooms after 120 s."""
 MAX_RANKS = 1 << 16
+MAX_PORT = 65535
 MAX_SERVERS = 1024
 """Servers that are remembered: a client may name any number."""
 WORKERS = 4
@@ -184,6 +185,8 @@ class Found:
     dp_size: int
     dp_rank: int
     directory: str
+    http_port: int = 0
+    """The server's HTTP API; 0 if it did not say."""
 
 
 @dataclass(slots=True)
@@ -192,6 +195,7 @@ class _Server:
 
     asker: Asker
     dp_size: int = 0
+    http_port: int = 0
     follows_rooms: bool = False
     directories: dict[int, str] = field(default_factory=dict)
     wanted: dict[int, int | None] = field(default_factory=dict)
@@ -210,6 +214,10 @@ class _Server:
         if self.dp_size == 1:
             return 0
         return room % self.dp_size if self.follows_rooms else None
+
+    def place_of(self, rank: int) -> Found:
+        """Return what is known of a rank; its directory is "" if the server has none of that number."""
+        return Found(self.dp_size, rank, self.directories.get(rank, ""), self.http_port)
 
 
 class Finder:
@@ -251,7 +259,7 @@ class Finder:
             server = self._servers.setdefault(address, _Server(Asker(address)))
             rank = server.rank_of(room, named) if server.dp_size else None
             if rank is not None and rank in server.directories:
-                server.found[room] = Found(server.dp_size, rank, server.directories[rank])
+                server.found[room] = server.place_of(rank)
                 return
             if not server.wanted:
                 server.since_s, server.turn, server.due_s = time.monotonic(), 0, 0.0
@@ -365,6 +373,7 @@ class Finder:
             if not 1 <= size <= MAX_RANKS:
                 raise ValueError(f"dp_size {size}")
             server.follows_rooms = bool(info["follow_bootstrap_room"]) and not self._must_query
+            server.http_port = _port(info.get("prefill_http_port"))
             server.dp_size = size
         size = server.dp_size
         ranks = {room: server.rank_of(room, named) for room, named in wanted.items()}
@@ -376,15 +385,20 @@ class Finder:
         found = {}
         for room, rank in ranks.items():
             if rank is not None and not 0 <= rank < size:
-                found[room] = Found(size, rank, "")
+                found[room] = server.place_of(rank)
             elif rank is not None:
                 if rank not in server.directories:
                     self.num_questions += 1
                     place = ask("GET", _route(rank, 0))
                     where = HostPort(str(place["rank_ip"]).strip("[]"), int(place["rank_port"]))
                     server.directories[rank] = str(parse_address(str(where)))
-                found[room] = Found(size, rank, server.directories[rank])
+                found[room] = server.place_of(rank)
         return found
+
+
+def _port(given: object) -> int:
+    """Return a port that a registry states, or 0 if it states none."""
+    return given if isinstance(given, int) and 0 < given <= MAX_PORT else 0
 
 
 def _route(dp_rank: int, others: int) -> str:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -297,6 +297,9 @@ class LoadedPrompt(RoomTransfer):
     """The length of the model's sliding window in tokens; None if it has none."""
     dp_rank: int | None = None
     """The data-parallel rank that the router named, if it did."""
+    recompute: Mapping[str, object] | None = None
+    """What to ask the prefill server for, if this rank has to ask: SGLang retracted the prompt, and its prefill engine
+    computes it again."""
     abort_notified = True
     """SGLang's name: its deferred release may ask the manager whether the pages of a failed request are free."""
     bootstrap_infos: tuple[object, ...] = ()
@@ -330,6 +333,16 @@ class LoadedPrompt(RoomTransfer):
         if self._registry is not None and self.stage is Stage.BOOTSTRAPPING:
             with self.failing():
                 self._look()
+        if self.recompute is not None and (
+            refusal := self.kv_mgr.recomputer.refusal(self.request_id)
+        ):
+            self.fail(
+                RemoteError(
+                    "the prefill server did not compute a retracted prompt again",
+                    room=self.room,
+                    reason=refusal,
+                )
+            )
         return super().poll()
 
     def _look(self) -> None:
@@ -350,6 +363,8 @@ class LoadedPrompt(RoomTransfer):
                 )
             engine = self.kv_mgr.prefill_engines.address_of(self._address, found)
             self.kv_mgr.follow(WantRequest(*self._names, engine, is_followed=True), self)
+            if self.recompute is not None:
+                self._have_it_computed(registry.host, found.http_port)
         elif time.monotonic() > self._find_until_s:
             raise UnknownRequestError(
                 "the prefill server's registry did not say which of its engines has the request",
@@ -357,6 +372,15 @@ class LoadedPrompt(RoomTransfer):
                 registry=str(registry),
                 reason=self.kv_mgr.finder.trouble(registry),
             )
+
+    def _have_it_computed(self, host: str, port: int) -> None:
+        if not port:
+            raise UnknownRequestError(
+                "the prefill server's registry does not say where its HTTP API is, which computes retracted prompts",
+                room=self.room,
+                host=host,
+            )
+        self.kv_mgr.recomputer.ask(self.request_id, HostPort(host, port), self.recompute or {})
 
     def begun(self) -> None:
         """Let SGLang allocate blocks: the prefill engine has some for the prompt, or never will, and the load fails."""
@@ -404,6 +428,8 @@ class LoadedPrompt(RoomTransfer):
             self.kv_mgr.finder.forget(self._registry, self.room)
             if isinstance(self.error, LOST):
                 self.kv_mgr.finder.ask_again(self._registry)
+        if self.recompute is not None:
+            self.kv_mgr.recomputer.forget(self.request_id, is_done=self.stage is Stage.DONE)
         if self.stage is Stage.DONE:
             with self.kv_mgr.after():
                 self.kv_mgr.rows.spread(self._row)
@@ -462,6 +488,15 @@ def transfer_names(room: int) -> tuple[str, str]:
         for use in (b"sglang-name", b"sglang-secret")
     )
     return f"sglang-{name}", secret
+
+
+def next_room(room: int) -> int:
+    """Return the room under which a retracted request's prompt is computed again: a room's name serves one transfer.
+
+    All ranks of the decode engine derive the same one, and it is as hard to guess as the first.
+    """
+    digest = hashlib.blake2b(str(room).encode(), digest_size=8, person=b"sglang-again")
+    return int.from_bytes(digest.digest(), "big") >> 1 or 1
 
 
 def error_from(reason: str, room: int) -> KVConnectorError:

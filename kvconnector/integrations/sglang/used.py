@@ -144,7 +144,7 @@ ENTRIES: tuple[Entry, ...] = (
             "SGLANG_RUST_SERVER",
         ),
     ),
-    Name(f"{DECODE}:DecodePreallocQueue._create_receiver_and_enqueue", ("req",)),
+    Name(f"{DECODE}:DecodePreallocQueue._create_receiver_and_enqueue", ("req", "is_rebootstrap")),
     Name(f"{COMMON}:CommonKVBootstrapServer", ("host", "port")),
     Mentioned(
         COMMON,

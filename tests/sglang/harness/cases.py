@@ -135,6 +135,8 @@ CASES = (
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
     _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
+    _ours("recomputed", s.recomputed),
+    _ours("recomputed-tp2", s.recomputed, decode=TP2),
     Case("logprobs", s.logprobs),
     Case("times", s.times),
     _lost("abort", s.abort),

@@ -166,6 +166,12 @@ class Engine(EngineProcess):
         """Abort a request, as a client's disconnect does."""
         Request(self.port, "/abort_request", {"rid": request_id}).status()
 
+    def post(self, path, body):
+        """Send an order to the engine. Raises NoAnswerError: it was refused, or the engine is gone."""
+        status = Request(self.port, path, body).status()
+        if status != OK:
+            raise NoAnswerError(f"{path}: status {status}")
+
     def is_idle(self):
         """Empty the prefix cache. Returns False while requests hold any of the cache."""
         return Request(self.port, "/flush_cache", {}).status() == OK

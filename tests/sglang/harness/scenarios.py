@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvconnector import errors
+from kvconnector.integrations.sglang.transfers import next_room
+from tests.sglang.harness.dump import compare
 from tests.support.keys import keyed_controls
 from tests.vllm.harness.pair import prompt_of
 
@@ -65,6 +67,33 @@ def retraction(pair, outcome):
     for number, (each, right) in enumerate(zip(asked, expected, strict=True)):
         pair.compare(outcome, f"request {number}", each, right)
     outcome.check("retracted", "Retract requests" in pair.decode.log_text())
+    pair.check_idle(outcome)
+
+
+def recomputed(pair, outcome):
+    """The decode engine retracts its requests, as before new weights, and has their prompts computed again, twice."""
+    prompts = [prompt_of(100 + 33 * number, seed=20 + number) for number in range(3)]
+    expected = [pair.alone(prompt, max_tokens=1000) for prompt in prompts]
+    asked = [pair.submit(prompt, max_tokens=1000) for prompt in prompts]
+    for each in asked:
+        outcome.check("computed", not each.prefill.answer().error)
+    rooms = [each.room for each in asked]
+    for _ in range(2):
+        pair.decode.post("/pause_generation", {"mode": "retract"})
+        pair.decode.post("/continue_generation", {})
+        rooms = [next_room(room) for room in rooms]
+        deadline = time.monotonic() + PROMPT_S * len(rooms)
+        while not all(any(pair.dumps.glob(f"{room}.decode.*.dump")) for room in rooms):
+            if time.monotonic() > deadline:
+                outcome.complaints.append("a retracted prompt was not read again")
+                break
+            time.sleep(0.01)
+    for number, (each, right) in enumerate(zip(asked, expected, strict=True)):
+        answer = each.decode.answer()
+        outcome.check(f"request {number}: {answer.error}", not answer.error)
+        outcome.compare(f"request {number}", answer, right)
+        for room in (each.room, next_room(each.room), next_room(next_room(each.room))):
+            outcome.compare_bytes(f"request {number}", compare(pair.dumps, room))
     pair.check_idle(outcome)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -65,7 +66,8 @@ class Registry:
         if not self.rows or len(self.rows) < expected:
             return 503, "not fully registered yet"
         if query["prefill_dp_rank"] == "-1":
-            return 200, {"dp_size": self.dp_size, "follow_bootstrap_room": self.follows}
+            info = {"dp_size": self.dp_size, "follow_bootstrap_room": self.follows}
+            return 200, info | {"prefill_http_port": self.rows[0].get("prefill_http_port")}
         for row in self.rows:
             if max(row["attn_dp_rank"], row["system_dp_rank"]) == int(query["prefill_dp_rank"]):
                 return 200, {"rank_ip": row["rank_ip"], "rank_port": row["rank_port"]}
@@ -76,6 +78,50 @@ class Registry:
         if self.is_closed:
             return
         self.is_closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class PrefillApi:
+    """A prefill server's HTTP API. `asked` has the bodies of what it was asked, and each is answered with `status`, once
+    `answers` is set. `ended` counts the clients that went away before.
+    """
+
+    def __init__(self, status=200):
+        self.asked, self.answers, self.ended = deque(), threading.Event(), 0
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                api.asked.append(body)
+                self.connection.settimeout(0.005)
+                while not api.answers.is_set():
+                    try:
+                        if not self.connection.recv(1):
+                            api.ended += 1
+                            return
+                    except TimeoutError:
+                        continue
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(b'{"text": ""}')
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
+        self._thread.start()
+
+    def close(self):
+        """Stop."""
+        self.answers.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
