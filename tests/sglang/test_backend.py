@@ -147,6 +147,7 @@ def backend(monkeypatch):
         dp_size=1,
         attn_dp_size=1,
         attn_cp_size=1,
+        attn_cp_rank=0,
         attn_dcp_size=1,
         enable_kv_cache_sharding=False,
     )
@@ -465,12 +466,47 @@ def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(back
         Side(backend, "prefill", 16, "cpu")
 
 
-def test_windows_in_a_decode_engines_prefix_cache_are_refused(backend):
+def test_windows_in_a_decode_engines_prefix_cache_are_refused_in_pages_of_one_token(backend):
     backend.get_disagg().disaggregation_decode_enable_radix_cache = True
-    with closing(Side(backend, "decode", 32, "cpu")):
-        pass
+    for page_size, kind in [(1, "mha"), (32, "mha"), (32, "swa")]:
+        with closing(Side(backend, "decode", page_size, "cpu", kind)):
+            pass
     with pytest.raises(ConfigError, match="radix_cache with sliding windows"):
-        Side(backend, "decode", 32, "cpu", "swa")
+        Side(backend, "decode", 1, "cpu", "swa")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+@pytest.mark.parametrize("window", [20, 64])
+def test_sglang_has_a_whole_window_transferred_whatever_is_cached(page_size, window, monkeypatch):
+    """Unless its pages have one token. By its own code: what a cached prefix is cut to leaves the window uncached."""
+    from sglang.srt.disaggregation import decode as of_sglang
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    options = SimpleNamespace(disaggregation_decode_enable_radix_cache=True)
+    monkeypatch.setattr(of_sglang, "get_disagg", lambda: options)
+    allocator = SimpleNamespace(page_size=page_size, alloc_extend_swa_tail=None)
+    queue = SimpleNamespace(
+        token_to_kv_pool=object.__new__(SWAKVPool),
+        token_to_kv_pool_allocator=allocator,
+        scheduler=SimpleNamespace(sliding_window_size=window),
+    )
+    own = of_sglang.DecodePreallocQueue
+    queue._uses_swa_tail_prealloc = lambda: own._uses_swa_tail_prealloc(queue)
+    assert queue._uses_swa_tail_prealloc() == (page_size > 1)
+    for num_tokens in range(1, 300):
+        cached = num_tokens - own._swa_tail_len(queue, num_tokens)
+        assert cached <= max(0, num_tokens - window)
+        assert cached % page_size == 0
+
+
+def test_context_parallelism_is_for_copies_in_prefill_engines(backend):
+    parallel = backend.get_parallel()
+    parallel.attn_cp_size, parallel.attn_cp_rank = 2, 0
+    with pytest.raises(ConfigError, match="attn_cp_size=2"):
+        Side(backend, "decode", 16, "cpu")
+    parallel.enable_dsa_cache_layer_split = True
+    with pytest.raises(ConfigError, match="enable_dsa_cache_layer_split"):
+        Side(backend, "prefill", 16, "cpu")
 
 
 def test_sglangs_checksum_of_whole_pages_is_refused(backend):

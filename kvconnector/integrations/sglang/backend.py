@@ -139,8 +139,8 @@ class KVManager(RankTransfers, BaseKVManager):
         row = {
             "attn_tp_size": parallel.attn_tp_size,
             "attn_tp_rank": parallel.attn_tp_rank,
-            "attn_cp_size": 1,
-            "attn_cp_rank": 0,
+            "attn_cp_size": parallel.attn_cp_size,
+            "attn_cp_rank": parallel.attn_cp_rank,
             "attn_dp_size": self.dp_size if is_attention else 1,
             "attn_dp_rank": self.dp_rank if is_attention else 0,
             "pp_size": parallel.pp_size,
@@ -315,10 +315,17 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE off": not (
             is_prefill or envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         ),
+        # each rank then has some layers
+        "enable_dsa_cache_layer_split": getattr(parallel, "enable_dsa_cache_layer_split", False),
+        # its recurrent states are split among ranks whose attention is not
+        "enable_cp_tp_group_sharing": getattr(parallel, "enable_cp_tp_group_sharing", False),
         # the number of data-parallel ranks changes
         "max_ep_size": getattr(parallel, "max_ep_size", None),
         "ep_join_mode": getattr(parallel, "ep_join_mode", None),
-        "attn_cp_size": parallel.attn_cp_size,
+        # ranks of a prefill engine have whole copies; latents beside recurrent states are kept in shards
+        "attn_cp_size": (
+            parallel.attn_cp_size if not is_prefill or args.is_hybrid_mla_backend else 1
+        ),
         "dcp_size": parallel.attn_dcp_size,
         "enable_kv_cache_sharding": getattr(
             parallel, "enable_kv_cache_sharding", False
@@ -326,9 +333,12 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
-        # its tree also caches slots of a window before the first token that was transferred
-        "disaggregation_decode_enable_radix_cache with sliding windows": (
-            disagg.disaggregation_decode_enable_radix_cache and "swa" in args.state_types
+        # its tree also caches slots of a window before the first token that was transferred. With longer pages SGLang
+        # has each prompt's whole window transferred anew, whatever is cached
+        "disaggregation_decode_enable_radix_cache with sliding windows in pages of one token": (
+            disagg.disaggregation_decode_enable_radix_cache
+            and "swa" in args.state_types
+            and args.page_size == 1
         ),
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
@@ -372,6 +382,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         pp_rank=pp_rank,
         pp_size=pp_size,
         is_prefill=is_prefill,
+        replica=parallel.attn_cp_rank,
         num_layers=num_layers,
         kv_heads=kv_heads,
         window_heads=model.get_swa_num_kv_heads(1),

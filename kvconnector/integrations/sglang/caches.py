@@ -78,6 +78,8 @@ class Shape:
     pp_rank: int
     pp_size: int
     is_prefill: bool
+    replica: int = 0
+    """Which of the copies of a tensor rank's caches this rank has: its rank in prefill context parallelism."""
     num_layers: int
     kv_heads: int
     window_heads: int

@@ -86,16 +86,19 @@ class RankTransfers:
         """Address of the directory service, in the rank of a prefill engine that has it."""
         self.dp_rank, self.dp_size, self.follows_rooms = dp_rank, 1, True
         """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
-        self.leads = shape.pp_rank == shape.tp_rank == 0
+        self.leads = shape.pp_rank == shape.tp_rank == shape.replica == 0
         """True in the one rank of an engine that asks a server for what all its ranks read."""
         self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
         groups, kinds = registered_groups(args, shape, self.rows)
         self.layout = Layout(kinds, args.page_size, len(args.state_types))
-        rank = Rank(shape.pp_rank, shape.tp_rank)
-        described = ModelDescription(model=model, dtype=shape.dtype, num_layers=shape.num_layers)
-        self.worker = Worker(config, rank=rank, model=described)
+        rank = Rank(shape.pp_rank, shape.replica * shape.tp_size + shape.tp_rank)
+        self.worker = Worker(
+            config,
+            rank=rank,
+            model=ModelDescription(model=model, dtype=shape.dtype, num_layers=shape.num_layers),
+        )
         with ExitStack() as started:
             started.callback(self.worker.close)
             self.worker.register(groups, num_optional=sum(kind.is_draft for kind in kinds))
@@ -109,10 +112,7 @@ class RankTransfers:
                 self.directory = control.address
                 started.callback(DirectoryService(control, directory).start().close)
             if config.role == "consumer":
-                self.finder = Finder(must_query=must_query)
-                started.callback(self.finder.close)
-                self.recomputer = Recomputer()
-                started.callback(self.recomputer.close)
+                self._ask_servers(started, must_query=must_query)
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
@@ -127,6 +127,12 @@ class RankTransfers:
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         moved = [group.kind for group in kinds]
         logger.info("kvconnector moves %s of %s as engine %s", moved, rank, config.engine_id)
+
+    def _ask_servers(self, started: ExitStack, *, must_query: bool) -> None:
+        self.finder = Finder(must_query=must_query)
+        started.callback(self.finder.close)
+        self.recomputer = Recomputer()
+        started.callback(self.recomputer.close)
 
     def register(self, registry: HostPort, row: Mapping[str, object]) -> None:
         """Register this rank of a prefill engine with its server's registry, in a thread of its own."""

@@ -1,8 +1,8 @@
 """Has prefill servers compute retracted prompts again: a decode engine asks as a router would, by HTTP.
 
 SGLang does so when its decode engine has given up the caches of running requests: for new weights
-(`pause_generation(mode="retract")`), and for DeepSeek-V4, whose caches it cannot keep in host memory, whenever pages run
-out. The prompt is then what the request had so far, with the tokens that it was answered.
+(`pause_generation(mode="retract")`), and for DeepSeek-V4, whose caches it cannot keep in host memory, whenever pages
+run out. The prompt is then what the request had so far, with the tokens that it was answered.
 
 *When.* SGLang asks once the decode engine has allocated the prompt's pages. Ours allocates only once the prefill engine
 has begun, so it asks as soon as it knows where the prefill engine is. Neither engine then has memory for a prompt that
@@ -172,9 +172,7 @@ class Recomputer:
             if reason is not None:
                 self._end(request_id, reason)
             elif question.sock is not None:
-                selector.register(
-                    question.sock, selectors.EVENT_READ, data=(request_id, question)
-                )
+                selector.register(question.sock, selectors.EVENT_READ, data=(request_id, question))
 
     def _receive(
         self, selector: selectors.BaseSelector, request_id: str, question: _Question

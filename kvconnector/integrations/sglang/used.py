@@ -130,7 +130,8 @@ ENTRIES: tuple[Entry, ...] = (
     Mentioned(
         CONTEXT,
         (
-            *("attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank", "attn_cp_size"),
+            *("attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank"),
+            *("attn_cp_size", "attn_cp_rank"),
             *("attn_dcp_size", "dp_size", "pp_size"),
         ),
     ),

@@ -38,7 +38,8 @@ class Gathered:
 
 class Engine:
     """All ranks of one engine: of a whole server, whose registry it has, or one data-parallel rank of `dp`, its number
-    and how many there are. `method` is the server's way to share requests among these.
+    and how many there are. `method` is the server's way to share requests among these. `cp_size`: how many copies of
+    the ranks of tensor parallelism there are.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Engine:
         port,
         tp_size=1,
         pp_size=1,
+        cp_size=1,
         page_size=4,
         environ=None,
         pools=Pools,
@@ -56,7 +58,13 @@ class Engine:
         method="follow_bootstrap_room",
         **of_pools,
     ):
-        places = [(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
+        copies = [
+            ((pp, tp), cp)
+            for pp in range(pp_size)
+            for cp in range(cp_size)
+            for tp in range(tp_size)
+        ]
+        places = [place for place, _ in copies]
         config = connector_config(
             is_prefill=is_prefill,
             host="127.0.0.1",
@@ -69,7 +77,10 @@ class Engine:
         )
         self.registry = Registry(port) if is_prefill and dp == (0, 1) else None
         shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size, **of_pools}
-        self.pools = [pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
+        self.pools = [
+            pools(model, rank=at, is_prefill=is_prefill, **shape, **({"replica": cp} if cp else {}))
+            for at, cp in copies
+        ]
         self.page_size = page_size
         self.ranks = [None] * len(places)
         gathered = Gathered(len(places))

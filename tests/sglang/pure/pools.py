@@ -46,7 +46,17 @@ class Pools:
     """One rank's tensors and its `KVArgs`."""
 
     def __init__(
-        self, model, *, rank, tp_size, pp_size, is_prefill, page_size, num_pages=24, draft=None
+        self,
+        model,
+        *,
+        rank,
+        tp_size,
+        pp_size,
+        is_prefill,
+        page_size,
+        num_pages=24,
+        draft=None,
+        replica=0,
     ):
         self.model, self.page_size = model, page_size
         num_drafts = model.draft if draft is None else draft
@@ -60,6 +70,7 @@ class Pools:
             pp_rank=pp_rank,
             pp_size=pp_size,
             is_prefill=is_prefill,
+            replica=replica,
             num_layers=model.layers,
             kv_heads=model.heads,
             window_heads=model.heads,

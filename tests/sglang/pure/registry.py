@@ -84,7 +84,7 @@ class Registry:
 
 
 class PrefillApi:
-    """A prefill server's HTTP API. `asked` has the bodies of what it was asked, and each is answered with `status`, once
+    """A prefill server's HTTP API. `asked` has the bodies of what it was asked. Each is answered with `status` once
     `answers` is set. `ended` counts the clients that went away before.
     """
 

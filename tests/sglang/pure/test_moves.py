@@ -109,3 +109,20 @@ def test_seeds_of_an_earlier_request_do_not_reach_one_that_brings_none():
         pair.load(wanted, DECODE_PAGES, 3)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         pair.check(DECODE_PAGES, 3)
+
+
+@pytest.mark.parametrize(
+    "model", [Model(), Model(latent=True), Model(states=(1, 3))], ids=["heads", "latent", "states"]
+)
+@pytest.mark.parametrize("decode", [{}, {"tp_size": 2}, {"tp_size": 4}, {"pp_size": 2}], ids=str)
+def test_ranks_of_context_parallelism_are_copies_that_are_read_in_turns(model, decode):
+    """Each has all of a prompt's tokens. A decode engine reads each byte from one of them, and all of them are done."""
+    prefill = {"tp_size": 2, "cp_size": 2}
+    with closing(Pair(model, prefill=prefill, decode=decode)) as pair:
+        sent, wanted = pair.send(1), pair.want(1)
+        assert len(sent) == 4
+        pair.compute(sent, PREFILL_PAGES, 0, 8)
+        pair.compute(sent, PREFILL_PAGES, 8, LONG, is_last=True)
+        pair.load(wanted, DECODE_PAGES, LONG)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        pair.check(DECODE_PAGES, LONG)
