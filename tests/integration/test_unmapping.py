@@ -22,7 +22,9 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     (worker,) = p.workers
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
     monkeypatch.setattr(theirs, "export", cuda_export(theirs.export))
-    monkeypatch.setattr(ours.reads, "open", lambda link, export: setattr(link, "pools", export))
+    monkeypatch.setattr(
+        ours.reads, "open", lambda link, export: str(setattr(link, "maps_pools", True))
+    )
     monkeypatch.setattr(ours.reads, "submit", ours.receives.submit)
     monkeypatch.setattr(ours.reads, "close", lambda link, then: None)
     d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
