@@ -20,10 +20,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvconnector._version import __version__
-
 if TYPE_CHECKING:
     from kvconnector import errors
+    from kvconnector._version import __version__
     from kvconnector.config import ConnectorConfig as Config
     from kvconnector.errors import KVConnectorError
     from kvconnector.ids import Rank
@@ -61,6 +60,10 @@ _HOMES = ("errors", "ids", "config", "topology", "session", "runtime")  # what l
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if (
+        name == "__version__"
+    ):  # it may be read from files, which takes as long as the rest of this import
+        return import_module(f"{__name__}._version").__version__
     if name == "errors":
         return import_module(f"{__name__}.errors")
     modules = (import_module(f"{__name__}.{home}") for home in _HOMES)
