@@ -313,6 +313,9 @@ def test_rows_fill_the_tokens_that_they_stand_for():
     one.engine.row_tokens, one.unread_tokens = (4,), (range(3, 3),)
     one.note_filled()
     assert one.filled_tokens == 14
+    # a load whose order does not say where its tokens end
+    one.ask(LoadRequest("w", ((3, 3),), harness.BLOCKS, ()), 0.0)
+    assert one.filled_tokens == 12
 
 
 @pytest.mark.parametrize(
