@@ -89,7 +89,7 @@ def planned(config, layers, num_blocks=NUM_BLOCKS):
 class Engine:
     """One engine: vLLM's scheduler and allocator, our worker half, and pools full of its own bytes."""
 
-    def __init__(self, model, role, layers, *, name, seed):
+    def __init__(self, model, role, layers, *, name, seed, num_blocks=NUM_BLOCKS, **engine):
         config = w.vllm_config(
             model,
             role,
@@ -97,10 +97,11 @@ class Engine:
                 "max_model_len": 4096,
                 "max_num_batched_tokens": 256,
                 "enable_chunked_prefill": True,
+                **engine,
             },
         )
         config.kv_transfer_config.engine_id = name
-        self.cache_config = planned(config, layers)
+        self.cache_config = planned(config, layers, num_blocks)
         config.compilation_config.static_forward_context = {
             layer: SimpleNamespace(
                 get_attn_backend=lambda b=backend: SimpleNamespace(get_name=lambda: b)
@@ -176,6 +177,8 @@ class Engine:
                 per_page, width = spec.block_size // m, tensor.shape[-1] * item
                 window = getattr(spec, "sliding_window", None)
                 first = max(0, num_tokens - window + 1) if window else 0
+                if window == 128 and backend == "CompressorBackend":
+                    first = num_tokens // 128 * 128  # the row that is not complete
                 first = max(first if is_followed else first // per_page * per_page, hit)
                 planes = LATENT if width == 584 else INDEX if "INDEXER" in backend else (width,)
                 rows = range(first // m, num_tokens // m)
@@ -191,10 +194,12 @@ class Engine:
         return read, beside
 
 
-def pair(model, layers):
-    """Return a context with a prefill and a decode engine."""
+def pair(model, layers, **options):
+    """Return a context with a prefill and a decode engine. `options` are those of `Engine`, or of vLLM's."""
     stack = ExitStack()
     for seed, (role, name) in enumerate((("kv_producer", "p"), ("kv_consumer", "d"))):
-        stack.enter_context(closing(made := Engine(model, role, layers, name=name, seed=seed)))
+        stack.enter_context(
+            closing(made := Engine(model, role, layers, name=name, seed=seed, **options))
+        )
         setattr(stack, name, made)
     return stack

@@ -9,16 +9,23 @@ writes a dictionary of `ROWS` rows stored in two pages of `FILE`: `pages`, and w
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
+from pathlib import Path
 
 import torch
+import vllm
 
 ROWS, PAGE = 100, 64
 
 
 def run(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Store random rows with the kernel of this name. Returns `keys`, and the `pages` that the kernel wrote."""
+    if name == "block-sparse":
+        return attend(device)
+    if name == "block-sparse-keys":
+        return score(device)
     generator = torch.Generator().manual_seed(7)
     width = {"indexer": 128, "window": 512}[name]
     # numbers that fp8 holds exactly, with unlike scales, so that a row with another one's is noticed
@@ -51,6 +58,81 @@ def store_window(keys: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -
     from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
 
     quantize_and_insert_k_cache(keys, pages, slots, block_size=PAGE)
+
+
+BLOCK, BLOCKS, HEADS, GROUP, DIM = 128, 3, 2, 4, 128
+"""MiniMax-M3's: tokens of a block, blocks, KV heads, query heads of each, and their elements."""
+
+
+def of_minimax(path: str) -> types.ModuleType:
+    """Return a module of MiniMax-M3's kernels, without its package's model if that cannot be imported here."""
+    package = "vllm.models.minimax_m3"
+    try:
+        return importlib.import_module(f"{package}.{path}")
+    except ImportError:
+        bare = types.ModuleType(package)
+        bare.__path__ = [str(Path(vllm.__file__).parent / "models" / "minimax_m3")]
+        sys.modules[package] = bare
+        return importlib.import_module(f"{package}.{path}")
+
+
+def attend(device: str) -> dict[str, torch.Tensor]:
+    """Read pages of K and V with MiniMax-M3's attention. Its only kernel that writes them is CUDA's, so `pages` are
+    random numbers: `output` is what the queries `q` get of them, in blocks 2, 0 and 1 of the sequence's table.
+    """
+    sparse = of_minimax("common.ops.sparse_attn")
+    generator = torch.Generator().manual_seed(7)
+    pages = torch.randn(BLOCKS, HEADS, BLOCK, 2 * DIM, generator=generator).to(device)
+    q = torch.randn(1, HEADS * GROUP, DIM, generator=generator).to(device)
+    count = BLOCKS * BLOCK - 5
+    output = torch.zeros_like(q)
+    blocks = torch.arange(BLOCKS, dtype=torch.int32, device=device)
+    at = {"dtype": torch.int32, "device": device}
+    sparse.minimax_m3_sparse_attn(
+        q,
+        pages,
+        blocks.expand(HEADS, 1, BLOCKS).contiguous(),
+        torch.tensor([[2, 0, 1]], **at),
+        torch.tensor([0, 1], **at),
+        torch.tensor([count], **at),
+        torch.tensor([count - 1], **at),
+        1,
+        HEADS,
+        DIM**-0.5,
+        output,
+    )
+    return {"q": q.cpu(), "pages": pages.cpu(), "output": output.cpu()}
+
+
+def score(device: str) -> dict[str, torch.Tensor]:
+    """Score pages of keys with MiniMax-M3's indexer.
+
+    Queries `q` at the last positions of `ROWS` + 100 tokens see blocks 1 and 0, each query the keys up to its own.
+    Under the name of each type of keys are the largest products in each block: of bf16 and, unscaled, of fp8 on a
+    GPU, and of float32 in the interpreter, which multiplies no others.
+    """
+    index = of_minimax("common.ops.index_topk")
+    generator = torch.Generator().manual_seed(7)
+    on_cpu = device == "cpu"
+    keys = torch.randint(-7, 8, (2, BLOCK, DIM), generator=generator).float().to(device)
+    q = torch.randint(-7, 8, (ROWS, 1, DIM), generator=generator).float().to(device)
+    dtypes = [torch.float32] if on_cpu else [torch.bfloat16, torch.float8_e4m3fn]
+    at = {"dtype": torch.int32, "device": device}
+    found = {"q": q.cpu(), "keys": keys.cpu()}
+    for dtype in dtypes:
+        scores = index.minimax_m3_index_score(
+            q if on_cpu else q.to(torch.bfloat16),
+            keys.to(dtype),
+            torch.tensor([[1, 0]], **at),
+            torch.tensor([0, ROWS], **at),
+            torch.tensor([ROWS + 100], **at),
+            torch.tensor([100], **at),
+            ROWS,
+            ROWS + 100,
+            1,
+        )
+        found[str(dtype)] = scores[0, :, :2].cpu()
+    return found
 
 
 def with_triton() -> None:

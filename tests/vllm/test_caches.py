@@ -2,13 +2,20 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.blocks import retention_of
-from kvconnector.integrations.vllm.caches import _uniform_parts, layer_number, register_groups
+from kvconnector.integrations.vllm.caches import (
+    REFUSED_KINDS,
+    _uniform_parts,
+    group_info,
+    layer_number,
+    register_groups,
+)
 from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, state_parts
 from tests.vllm.cache_world import (
     BLOCKS,
@@ -338,3 +345,107 @@ def test_other_states_need_equal_engines():
     cache = LayerCache("l", other, torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes))
     parts = [state_parts(cache, TpSplit(0, size), is_dim_first=True) for size in (1, 2)]
     assert parts[0][0][0].name != parts[1][0][0].name
+
+
+ACCEPTED_KINDS = {
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
+    "CircularBufferSpec": {},
+    "FullAttentionSpec": {},
+    "MLAAttentionSpec": {},
+    "MambaSpec": {},
+    "SlidingWindowMLASpec": {"sliding_window": 64},
+    "SlidingWindowSpec": {"sliding_window": 64},
+}
+"""Kinds of groups that are moved, with the arguments that such a spec also has."""
+NO_GROUPS = {"AttentionSpec", "KVCacheSpec", "UniformTypeKVCacheSpecs"}
+"""Classes of which no group of layers is: bases, and a group's list of specs, each of which is judged."""
+
+
+def kinds_of_vllm():
+    """Return vLLM's classes of cache specs by name."""
+    return {
+        name: kind
+        for name, kind in vars(kv).items()
+        if isinstance(kind, type) and issubclass(kind, kv.KVCacheSpec) and name not in NO_GROUPS
+    }
+
+
+def test_every_kind_of_group_of_vllm_is_known():
+    """A class that a release adds has to be read: it must not be taken for the class that it is derived from."""
+    assert sorted(kinds_of_vllm()) == sorted({*ACCEPTED_KINDS, *REFUSED_KINDS})
+
+
+@pytest.mark.parametrize("name", sorted(ACCEPTED_KINDS))
+def test_accepted_kinds_say_what_they_keep(name):
+    kind = kinds_of_vllm()[name]
+    spec = (
+        recurrent("GDN_ATTN", True)
+        if name == "MambaSpec"
+        else attention(kind, **ACCEPTED_KINDS[name])
+    )
+    keeps = {"Chun": "chunk", "Circ": "state", "Mamb": "state", "Slid": "window"}
+    assert group_info(spec, 0, 1).keeps == keeps.get(name[:4], "all")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_KINDS))
+def test_other_kinds_are_refused_by_name_with_the_reason(name):
+    kind = kinds_of_vllm()[name]
+    spec = object.__new__(kind)  # nothing but the class is looked at
+    with pytest.raises(GeometryError, match=name) as refused:
+        group_info(spec, 0, 1)
+    assert refused.value.context["why"] == REFUSED_KINDS[name]
+
+
+def test_a_kind_that_a_later_release_adds_is_refused():
+    class KeptElsewhereSpec(kv.FullAttentionSpec):
+        pass
+
+    with pytest.raises(GeometryError, match="nobody has read what it stores"):
+        group_info(attention(KeptElsewhereSpec), 0, 1)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (1, 4), (2, 8)])
+def test_a_kimi_delta_state_is_cut_like_its_heads(sizes):
+    """Kimi-Linear's and K3's: a rank's Q, K and V channels, one after the other, and its heads' states. The kernels
+    that write them need a GPU, so this cuts a whole model's state as their projections are sharded.
+    """
+    heads, dim, width = 8, 4, MambaStateShapeCalculator.kda_state_shape(1, 8, 4)[0]
+    taps = min(width)
+    conv = torch.arange(3 * heads * dim * taps, dtype=torch.int16).reshape(3, heads, dim, taps)
+    temporal = torch.randn(heads, dim, dim)
+    found = []
+    for tp_size in sizes:
+        by_name = {}
+        for rank in range(tp_size):
+            shapes = MambaStateShapeCalculator.kda_state_shape(tp_size, heads, dim)
+            spec = kv.MambaSpec(
+                block_size=SIZE,
+                shapes=shapes,
+                dtypes=(torch.bfloat16, torch.float32),
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            )
+            own = slice(rank * heads // tp_size, (rank + 1) * heads // tp_size)
+            channels = conv[:, own].reshape(-1, taps)
+            stored = channels if shapes[0][1] == taps else channels.T
+            raw_bytes = [
+                stored.contiguous().view(torch.uint8).flatten(),
+                temporal[own].contiguous().view(torch.uint8).flatten(),
+            ]
+            page = torch.cat(raw_bytes).view(torch.int8).reshape(1, 1, 1, -1)
+            parts = state_parts(
+                LayerCache("l", spec, page), TpSplit(rank, tp_size), is_dim_first=stored is channels
+            )
+            for geometry, view in parts:
+                whole = by_name.setdefault(geometry.name, [])
+                assert (len(whole), geometry.head_stop) == (
+                    geometry.head_start,
+                    geometry.head_start + view.num_heads,
+                )
+                whole += read(view)[0].copy().tolist()
+        found.append(by_name)
+    assert list(found[0]) == ["conv-Q", "conv-K", "conv-V", "temporal"]
+    assert found[0] == found[1]
+    for number, name in enumerate(found[0]):
+        expected = temporal if name == "temporal" else conv[number]
+        raw_bytes = expected.contiguous().view(torch.uint8).flatten().numpy()
+        assert np.array(found[0][name], dtype=np.uint8).tobytes() == raw_bytes.tobytes()

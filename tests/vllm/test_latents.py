@@ -1,5 +1,6 @@
 """Caches of one vector per token: rows, or pages in planes, stored by vLLM's own kernels and read back by our parts."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.latents import DENSE, planes_of
+from kvconnector.integrations.vllm.parts import BLOCK_SPARSE
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import LoadRequest
 from tests.vllm import kernel_pages
 from tests.vllm.cache_world import NAMES, attention, placed, raw, read, registered
 
-pytestmark = pytest.mark.vllm
+# each kernel runs in a process of its own, which imports vLLM: longer than a test may take where others run beside it
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 INDEXER = "DEEPSEEK_V32_INDEXER"
 ROWS = 64
@@ -56,6 +59,7 @@ def move(source, target, tokens, blocks, size):
 def stored(tmp_path_factory):
     """Returns a function that stores rows with one of vLLM's kernels, in a process that has Triton's interpreter."""
 
+    @functools.cache
     def store(name):
         file = tmp_path_factory.mktemp("pages") / name
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -119,6 +123,55 @@ def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(store
         rest = row[448:576].view(torch.bfloat16).float()
         read_back = torch.cat([(values * scales[:, None]).reshape(-1), rest])
         assert torch.equal(read_back, found["keys"][token].float())
+
+
+@pytest.mark.parametrize("backend", sorted(BLOCK_SPARSE))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, device, backend):
+    """MiniMax-M3's: its kernel gets from our K and V what a naive attention does."""
+    on_gpu = device == "cuda"
+    found = kernel_pages.run("block-sparse", device) if on_gpu else stored("block-sparse")
+    pages, q = found["pages"], found["q"]
+    _, heads, size, content = pages.shape
+    spec = attention(block_size=size, num_kv_heads=heads, head_size=content // 2)
+    group, caches = registered(spec, KVCacheLayout.BLHNC, backend, total_kv_heads=heads)
+    assert [part.name for part in group.cache.geometry.parts] == ["k", "v"]
+    caches[NAMES[1]][: len(pages)] = pages
+    k, v = (
+        torch.from_numpy(read(view)[[2, 0, 1]].copy()).view(torch.float32).squeeze(-1)
+        for view in group.cache.views[1]
+    )
+    for head in range(q.shape[1]):
+        own = head * heads // q.shape[1]
+        tokens = len(pages) * size - 5
+        keys, values = (each[:, own].reshape(-1, content // 2)[:tokens] for each in (k, v))
+        weights = torch.softmax(keys @ q[0, head] * (content // 2) ** -0.5, 0)
+        torch.testing.assert_close(found["output"][0, head], weights @ values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float8_e4m3fn, marks=pytest.mark.gpu),
+    ],
+)
+def test_keys_without_scales_are_scored_where_they_are_moved(stored, device, dtype):
+    """MiniMax-M3's: each query's score of a block is the largest product with the rows of ours that it sees."""
+    on_gpu = device == "cuda"
+    found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored("block-sparse-keys")
+    spec = latent(128, dtype, block_size=128)
+    group, caches = registered(spec, KVCacheLayout.BLHNC, "MINIMAX_M3_SPARSE_INDEXER")
+    caches[NAMES[1]][:2, 0] = found["keys"].to(dtype)
+    (view,) = group.cache.views[1]
+    rows = torch.from_numpy(read(view)[[1, 0], 0].copy()).view(dtype).float().reshape(256, 128)
+    products = found["q"][:, 0].float() @ rows.T
+    for number, of_query in enumerate(products):
+        seen = 100 + number + 1
+        assert found[str(dtype)][number, 0] == of_query[: min(seen, 128)].max()
+        if seen > 128:
+            assert found[str(dtype)][number, 1] == of_query[128:seen].max()
 
 
 @pytest.mark.gpu
@@ -201,6 +254,9 @@ def test_unwritten_rows_are_zero_in_every_plane():
         (latent(512, state_content_bytes=352), "FLASHMLA_SPARSE", "row_bytes=352"),
         (latent(512, state_content_bytes=584), "FLASHMLA_SPARSE", "row_bytes=584"),
         (latent(576, torch.bfloat16), "DOTS3_NOTE_PADDED_MLA_SPARSE", "DOTS3"),
+        # MiniMax-M3's K and V in head slots of their own: NVFP4, and ROCm's AITER
+        (attention(num_head_slots=4), "MINIMAX_M3_SPARSE", "num_head_slots=4"),
+        (attention(kv_quant_mode=kv.KVQuantMode.NVFP4), "CUTLASS_MSA", "kv_quant_mode='5'"),
     ],
 )
 def test_rows_that_nobody_has_read_are_refused_by_name(spec, backend, text):

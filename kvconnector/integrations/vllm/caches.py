@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from kvconnector.errors import GeometryError
@@ -32,10 +33,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+COMPRESSOR_STATE = ".compressor.state_cache"
+"""What the name of a compressor's state has after the name of the cache that it fills."""
 LAYERS_PER_NAMESPACE = 4096
 DRAFT_NAMESPACE = 8
 DRAFT_NAME = re.compile(r"(?:^|[._])(?:draft|mtp)(?:[._]|$)")
 """Matches the names of a draft model's layers: `draft_model.layers.0`, `mtp.layers.0`, `model.mtp_layers.0`."""
+
+
+REFUSED_KINDS: Mapping[str, str] = {
+    "CrossAttentionSpec": "its tokens are the encoder's, which this integration does not count",
+    "EncoderOnlyAttentionSpec": "it has no cache",
+    "HiSparseHotSpec": "it is HiSparse's copy of what a request reads often",
+    "HiSparseResidentSpec": "its pages may be reclaimed at any time, and the others are on the host",
+    "HiddenStateCacheSpec": "it has hidden states that are extracted, and no attention's cache",
+    "RSWASpec": "vLLM frees blocks in the middle of a sequence, between its prompt and its window",
+    "SinkFullAttentionSpec": "its first blocks belong to all requests, and to none",
+}
+"""Kinds of groups that are refused, by the names of their classes in vLLM, and why. Others are refused as unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,7 @@ def register_groups(
         GeometryError: a layout is not supported, or a tensor is missing.
     """
     cut = TpSplit(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
+    pools = _pools(kv_cache_config)
     registered = []
     for vllm_group in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[vllm_group]
@@ -117,12 +133,42 @@ def register_groups(
             if len(layers) != len(names):
                 raise GeometryError("two layers of a group have one number", layers=names)
             shared = placement.context_parallel if spec.dcp_sharded else NO_CONTEXT_PARALLEL
-            registered.append(
-                _register(
-                    kv_cache_config.num_blocks, vllm_group, spec, layers, cut=cut, shared=shared
-                )
+            group_of = _register(
+                kv_cache_config.num_blocks, vllm_group, spec, layers, cut=cut, shared=shared
             )
+            registered.append(_kept_by_pools(group_of, names, pools))
     return registered
+
+
+def _pools(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Return the tokens of a pool, by the name of each compressor's state whose pools do not overlap.
+
+    A compressor pools the last tokens of its state's window into a row. If the window is as long as what a row stands
+    for, a pool has the tokens of one row, and those of the row before are never read again.
+    """
+    specs: dict[str, Any] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        specs |= each or dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    pools = {}
+    for name, spec in specs.items():
+        filled = specs.get(name.removesuffix(COMPRESSOR_STATE), spec)
+        row_tokens = 1 if filled is spec else getattr(filled, "tokens_per_state", 1)
+        if row_tokens > 1 and getattr(spec, "sliding_window", None) == row_tokens:
+            pools[name] = int(row_tokens)
+    return pools
+
+
+def _kept_by_pools(
+    group: RegisteredGroup, names: Sequence[str], pools: Mapping[str, int]
+) -> RegisteredGroup:
+    """Return a group of compressors' states as one that keeps a pool, where pools do not overlap; others as they are.
+
+    vLLM keeps a window of them, and a prefix hit ends where rows do, so it needs no state.
+    """
+    if {pools.get(name) for name in names} != {group.info.extent_tokens}:
+        return group
+    return replace(group, info=msgspec.structs.replace(group.info, keeps="chunk"))
 
 
 def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
@@ -390,4 +436,5 @@ def group_info(
         "KVConnector does not transfer cache groups of this kind",
         group=vllm_group,
         kind=type(spec).__name__,
+        why=REFUSED_KINDS.get(type(spec).__name__, "nobody has read what it stores and keeps"),
     )

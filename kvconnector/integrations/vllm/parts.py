@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 CPU_ATTENTION = "CPU_ATTN"
-PACKED_CONTENT = frozenset(
+BLOCK_SPARSE = frozenset({"CUTLASS_MSA", "MINIMAX_M3_SPARSE", "TRITON_MSA"})
+"""Backends of MiniMax-M3's sparse layers, whose caches are those of any other GQA layer. NVFP4 and ROCm's AITER give K
+and V head slots of their own, which `_check_attention` refuses."""
+PACKED_CONTENT = BLOCK_SPARSE | frozenset(
     {
         "FLASH_ATTN",
         "FLASH_ATTN_DIFFKV",

@@ -1,0 +1,200 @@
+"""The caches of served models as vLLM plans and allocates them, and which of their bytes a decode engine needs.
+
+Shapes are those of the published `config.json`s, on one rank of a deployment's, with few layers. Specs have the
+arguments that each model's `get_kv_cache_spec` gives them; vLLM builds these models on GPUs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from tests.vllm.compressed_world import Engine
+
+Layers = dict[str, tuple[Any, str]]
+MAX_TOKENS = 4096
+
+
+def latent(width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> kv.MLAAttentionSpec:
+    arguments = {"num_kv_heads": 1, "max_tp_shards": 1, "head_size": width, "dtype": dtype}
+    return kv.MLAAttentionSpec(**{"block_size": 64, **arguments, **options})
+
+
+def grouped(heads: int, dim: int, kind: Any = kv.FullAttentionSpec, **options: Any) -> Any:
+    arguments = {"num_kv_heads": heads, "head_size": dim, "dtype": torch.bfloat16}
+    return kind(**{"block_size": 16, **arguments, **options})
+
+
+def states(
+    shapes: tuple[tuple[int, ...], ...], page_bytes: int, num_spec: int = 0
+) -> tuple[kv.MambaSpec, str]:
+    """Return a delta net's states in pages as large as the attention's, where the platform's hook pads them to."""
+    spec = kv.MambaSpec(
+        block_size=MAX_TOKENS,
+        shapes=shapes,
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=page_bytes,
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        num_speculative_blocks=num_spec,
+    )
+    return spec, "GDN_ATTN"
+
+
+def kimi_delta(heads: int, dim: int, num_spec: int = 0) -> tuple[tuple[int, ...], ...]:
+    return MambaStateShapeCalculator.kda_state_shape(
+        1, heads, dim, conv_kernel_size=4, num_spec=num_spec
+    )
+
+
+def kimi_k2() -> Layers:
+    return {f"model.layers.{n}.self_attn.attn": (latent(576), "FLASHMLA") for n in range(3)}
+
+
+def kimi_linear() -> Layers:
+    """Three delta layers, then one of MLA: 4 heads of 32, as a rank of 8 has."""
+    attention = latent(576, block_size=256)
+    found: Layers = {}
+    for number in range(4):
+        if number % 4 == 3:
+            found[f"model.layers.{number}.self_attn.attn"] = attention, "FLASHMLA"
+        else:
+            found[f"model.layers.{number}.self_attn"] = states(
+                kimi_delta(4, 128), attention.page_size_bytes
+            )
+    return found
+
+
+def kimi_k3() -> Layers:
+    """As Kimi-Linear, with an fp8 cache and a token of speculation: a state has an input and a block more."""
+    attention = latent(
+        576, torch.uint8, block_size=512, kv_quant_mode=kv.KVQuantMode.FP8_PER_TENSOR
+    )
+    found: Layers = {}
+    for number in range(4):
+        name = f"language_model.model.layers.{number}.self_attn"
+        if number % 4 == 3:
+            found[f"{name}.attn"] = attention, "FLASHINFER_MLA"
+        else:
+            found[name] = states(kimi_delta(4, 128, 1), attention.page_size_bytes, 1)
+    return found
+
+
+def qwen3_5() -> Layers:
+    """Three delta layers, then one of GQA: 4 key heads and 8 value heads."""
+    attention = grouped(1, 256, block_size=528)
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, 0)
+    found: Layers = {}
+    for number in range(8):
+        name = f"language_model.model.layers.{number}"
+        if number % 4 == 3:
+            found[f"{name}.self_attn.attn"] = attention, "FLASH_ATTN"
+        else:
+            found[f"{name}.linear_attn"] = states(shapes, attention.page_size_bytes)
+    return found
+
+
+def gpt_oss() -> Layers:
+    """Windows of 128 tokens on every other layer."""
+    window = grouped(8, 64, kv.SlidingWindowSpec, sliding_window=128)
+    return {
+        f"model.layers.{n}.attn": (grouped(8, 64) if n % 2 else window, "FLASH_ATTN")
+        for n in range(4)
+    }
+
+
+def glm_5() -> Layers:
+    """GLM-5.1 and 5.2: only the first of the layers that share a choice of tokens has an indexer."""
+    packed = {"state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"}
+    found: Layers = {}
+    for number in range(5):
+        name = f"model.layers.{number}.self_attn"
+        leads = number in (0, 1, 4)
+        options: dict[str, Any] = {"is_index_group_leader": leads}
+        found[f"{name}.attn"] = latent(576, torch.uint8, **packed, **options), "FLASHMLA_SPARSE"
+        if leads:
+            index = latent(132, torch.uint8, cache_role=kv.SparseCacheRole.INDEXER)
+            found[f"{name}.indexer.k_cache"] = index, "DEEPSEEK_V32_INDEXER"
+    return found
+
+
+def minimax_m3(index: torch.dtype = torch.bfloat16, backend: str = "MINIMAX_M3_SPARSE") -> Layers:
+    """A dense layer, then sparse ones of the same GQA, each with an indexer's keys."""
+    found: Layers = {}
+    for number in range(4):
+        name = f"language_model.model.layers.{number}.self_attn"
+        spec = grouped(4, 128, block_size=128)
+        found[f"{name}.attn"] = spec, backend if number else "FLASH_ATTN"
+        if number:
+            keys = latent(128, index, block_size=128, cache_role=kv.SparseCacheRole.INDEXER)
+            found[f"{name}.attn.indexer.index_cache"] = keys, "MINIMAX_M3_SPARSE_INDEXER"
+    return found
+
+
+MODELS: dict[str, Callable[[], Layers]] = {
+    "kimi-k2": kimi_k2,
+    "kimi-linear": kimi_linear,
+    "kimi-k3": kimi_k3,
+    "qwen3.5": qwen3_5,
+    "gpt-oss": gpt_oss,
+    "glm-5": glm_5,
+    "minimax-m3": minimax_m3,
+    "minimax-m3 fp8 index": lambda: minimax_m3(torch.float8_e4m3fn, "CUTLASS_MSA"),
+}
+
+
+class Moved(NamedTuple):
+    """Bytes of an engine's memory: those of a row or a state that a request's load brings, or of a row beside them in
+    their blocks.
+    """
+
+    is_read: bool
+    where: np.ndarray[Any, np.dtype[np.intp]]
+    """Offsets in the memory."""
+
+
+def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
+    """Return what a load of a request's first `num_tokens` tokens brings, row by row: obviously right, and slow.
+
+    The block in which a window begins comes whole, since vLLM caches it like any other.
+    """
+    base = min(tensor.data_ptr() for tensor in engine.caches.values())
+    found = []
+    for table, group in zip(engine.tables[name], engine.cache_config.kv_cache_groups, strict=True):
+        for layer in group.layer_names:
+            spec, backend = engine.layers[layer]
+            tensor = engine.caches[layer]
+            item = tensor.element_size()
+            start = tensor.data_ptr() - base
+            block_bytes = tensor.stride(0) * item
+            if isinstance(spec, kv.MambaSpec):
+                (block,) = table[: len(table) - spec.num_speculative_blocks]
+                at = start + block * block_bytes
+                found.append(Moved(True, np.arange(at, at + spec.state_content_size_bytes)))
+                continue
+            size, window = spec.block_size, getattr(spec, "sliding_window", None)
+            oldest = max(0, num_tokens - window + 1) // size * size if window else 0
+            for index in range(oldest // size, -(-num_tokens // size)):
+                page = start + table[index] * block_bytes
+                for row in range(size):
+                    is_read = index * size + row < num_tokens
+                    found += [Moved(is_read, at) for at in row_of(tensor, page, row, backend)]
+    return found
+
+
+def row_of(tensor: torch.Tensor, page: int, row: int, backend: str) -> list[Any]:
+    """Return the offsets of each plane of a row, of all heads."""
+    _, heads, size, content = tensor.shape
+    item = tensor.element_size()
+    if backend == "DEEPSEEK_V32_INDEXER":
+        scales = page + size * 128 + row * 4
+        return [np.arange(page + row * 128, page + (row + 1) * 128), np.arange(scales, scales + 4)]
+    first = [
+        page + (head * tensor.stride(1) + row * tensor.stride(2)) * item for head in range(heads)
+    ]
+    return [np.concatenate([np.arange(at, at + content * item) for at in first])]

@@ -1,0 +1,59 @@
+"""The caches of served models, moved between two engines by vLLM's own planner, allocator and block managers."""
+
+import time
+
+import pytest
+from vllm.v1 import kv_cache_interface as kv
+
+from tests.vllm import scheduler_world as w
+from tests.vllm.compressed_world import pair
+from tests.vllm.model_world import MODELS, moved
+
+pytestmark = pytest.mark.vllm
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(request, model):
+    layers = MODELS[request.param]()
+    kinds = [spec for spec, _ in layers.values()]
+    size = max(each.block_size for each in kinds if not isinstance(each, kv.MambaSpec))
+    # without a prefix cache, states are not aligned to blocks
+    caching = not any(isinstance(each, kv.MambaSpec) for each in kinds)
+    with pair(
+        model, layers, num_blocks=128, block_size=size, enable_prefix_caching=caching
+    ) as made:
+        yield made
+
+
+def offered(prefill, num_tokens):
+    """Compute a prompt. Returns its request, and the parameters for the decode engine."""
+    asked = prefill.world.add(num_tokens, w.REMOTE_DECODE, prompt=num_tokens, max_tokens=1)
+    while True:
+        for output in prefill.step():
+            if output.kv_transfer_params:
+                return asked, output.kv_transfer_params
+
+
+@pytest.mark.parametrize("num_tokens", [5, 130, 700])
+def test_a_part_of_a_models_pages_arrives_and_nothing_else(engines, num_tokens):
+    asked, params = offered(engines.p, num_tokens)
+    before = engines.d.memory.copy()
+    wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
+    until_s = time.monotonic() + DEADLINE_S
+    while not wanted.num_output_tokens:
+        engines.d.step(), engines.p.step()
+        assert time.monotonic() < until_s, wanted
+        time.sleep(0.001)
+    # with the first token, a model that keeps all of its tokens is loaded to the prompt's end
+    count = params["remote_num_tokens"]
+    ours = moved(engines.d, wanted.request_id, count)
+    theirs = moved(engines.p, asked.request_id, count)
+    clears = engines.d.cache_config.needs_kv_cache_zeroing
+    for to, source in zip(ours, theirs, strict=True):
+        if to.is_read:
+            before[to.where] = engines.p.memory[source.where]
+        elif clears:
+            before[to.where] = 0
+    assert (engines.d.memory == before).all()
