@@ -28,11 +28,9 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.containment import (
-    WorkerFault,
     failure_of,
     guarded,
-    is_refusal,
-    settle,
+    handled,
 )
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.link import FromPeer, Link, kind_of
@@ -139,14 +137,7 @@ class ConsumerSession:
             LocalError: the engine asked for a load twice, or for a load of an unknown request; nothing has changed.
             WorkerFault: the worker cannot go on.
         """
-        try:
-            self._handle(event, now)
-        except WorkerFault:
-            raise
-        except Exception as error:
-            if is_refusal(event, error):
-                raise
-            settle(self._contain, event, error, now)
+        handled(self._contain, self._handle, event, now)
 
     def _handle(self, event: object, now: float) -> None:
         if isinstance(event, ev.OfReceive):
@@ -471,7 +462,7 @@ class ConsumerSession:
 
     # -- containment --
 
-    def _contain(self, event: object, error: Exception, now: float) -> None:
+    def _contain(self, event: object, now: float, error: Exception) -> None:
         """End what an event was about, whose handler has raised an unexpected exception."""
         if isinstance(event, ev.OfReceive):
             self._report_counts(event, now)

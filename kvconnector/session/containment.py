@@ -82,6 +82,28 @@ def guarded(
         settle(contain, error)
 
 
+def handled(
+    contain: Callable[[object, float, Exception], None],
+    handler: Callable[[object, float], None],
+    event: object,
+    now: float,
+) -> None:
+    """Let a session handle an event. `contain` takes the event, and what the handler raises unexpectedly.
+
+    Raises:
+        KVConnectorError: the event was refused; nothing has changed.
+        WorkerFault: see `settle`.
+    """
+    try:
+        handler(event, now)
+    except WorkerFault:
+        raise
+    except Exception as error:
+        if is_refusal(event, error):
+            raise
+        settle(contain, event, now, error)
+
+
 def settle(contain: Callable[..., None], *arguments: object) -> None:
     """Call what contains an exception.
 

@@ -22,11 +22,9 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.completion import Phase
 from kvconnector.session.containment import (
-    WorkerFault,
     failure_of,
     guarded,
-    is_refusal,
-    settle,
+    handled,
 )
 from kvconnector.session.lease import EndedLeases, Lease, LeaseState, Send
 from kvconnector.session.link import FromPeer, Link, kind_of
@@ -148,14 +146,7 @@ class ProducerSession:
             LocalError: the engine granted a request twice; nothing has changed.
             WorkerFault: the worker cannot go on.
         """
-        try:
-            self._handle(event, now)
-        except WorkerFault:
-            raise
-        except Exception as error:
-            if is_refusal(event, error):
-                raise
-            settle(self._contain, event, now, error)
+        handled(self._contain, self._handle, event, now)
 
     def _handle(self, event: object, now: float) -> None:
         handler = self._HANDLERS.get(kind_of(event))
