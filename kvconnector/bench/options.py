@@ -70,7 +70,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("a device is cpu or cuda", device=self.device)
         if self.device == "cuda" and importlib.util.find_spec("torch") is None:
-            raise ConfigError("caches on GPUs need torch: pip install kvconnector[torch]")
+            raise ConfigError('caches on GPUs need torch: pip install "kvconnector[torch]"')
         if not set(self.peers) <= {"nixl", "mooncake"}:
             raise ConfigError("peers are nixl and mooncake", peer=self.peer)
 

@@ -25,6 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package not in ("click", "matplotlib", "rich"):
             raise
         sys.stderr.write(
-            f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
+            f'kvconnector: the command line needs {package}: pip install "kvconnector[cli]"\n'
         )
         return EXIT_ERROR

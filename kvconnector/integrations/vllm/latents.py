@@ -48,8 +48,8 @@ SPARSE = frozenset(
 their scales, and 64 unquantised ones."""
 INDEXERS_OF_KEYS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
 """Indexers whose keys have no scales of their own."""
-COMPRESSED = frozenset({"CompressorBackend", "FLASHINFER_MLA_SPARSE_DSV4"})
-"""DeepSeek-V4's compressors, whose states are float32, and a backend that stores its latents unpacked."""
+COMPRESSED = frozenset({"CompressorBackend", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"})
+"""DeepSeek-V4's compressors, whose states are float32, a backend that stores its latents unpacked, and its window."""
 PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS | COMPRESSED
 """Backends that store elements, as opposed to packed bytes, in rows."""
 
@@ -95,6 +95,4 @@ def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None
     """
     if is_opaque or backend in _SCALED:
         return _PACKED.get((backend, row_bytes))
-    if backend == "DEEPSEEK_SPARSE_SWA":
-        return _ROWS  # a window of elements, with the backend above
     return _ROWS if backend in PLAIN else None

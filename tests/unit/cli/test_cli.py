@@ -62,7 +62,7 @@ def test_without_its_packages_the_command_line_says_what_to_install(
         monkeypatch.setitem(sys.modules, name, None)
     status, out, err = kvconnector("plan", "--svg", tmp_path / "plan.svg")
     assert (status, out) == (2, "")
-    assert err == f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
+    assert err == f'kvconnector: the command line needs {package}: pip install "kvconnector[cli]"\n'
 
 
 def test_plan_lists_which_rank_reads_what_from_which(kvconnector):
