@@ -12,7 +12,7 @@ from kvconnector.bench import file_errors
 from kvconnector.cli.console import Finding
 from kvconnector.cli.peer_greeting import PeerGreeting, reason_for_silence, resolve, whole_engine
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.address import parse_address
+from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import (
     AuthenticationError,
     ConfigError,
@@ -22,15 +22,26 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
+from kvconnector.integrations.sglang.registry import Asker
 from kvconnector.runtime.params import TransferParams, has_secret, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 
+MAX_ENGINES = 64
+"""Data-parallel ranks of one server that are compared."""
+
 
 def examine_peer(
-    peer: str, config: ConnectorConfig, device: str, local: EngineGeometry | None
+    peer: str,
+    config: ConnectorConfig,
+    device: str,
+    local: EngineGeometry | None,
+    *,
+    is_registered: bool = False,
 ) -> Iterator[Finding]:
-    """Compare the engine at `peer`, HOST:PORT[,KEY], with `local`. Raises KVConnectorError: it cannot be reached."""
+    """Compare the engine at `peer`, HOST:PORT[,KEY], with `local`. If SGLang's registry answers there, compare each of
+    the engines that it names; these are `is_registered`. Raises KVConnectorError: it cannot be reached.
+    """
     address, _, key = peer.partition(",")
     if why := resolve(parse_address(f"tcp://{address}").host):
         text = f"the host's name does not resolve ({why}): see its spelling and DNS, or give its IP address"
@@ -45,7 +56,15 @@ def examine_peer(
             PeerUnreachableError,
             RemoteProtocolError,
         ) as error:
-            yield Finding("peer", "FAIL", f"{address}: {_reason_for_no_answer(error, address)}")
+            engines = [] if is_registered else _registered_at(address)
+            for rank, directory_address in enumerate(engines):
+                name = f"data-parallel rank {rank} of {len(engines)}"
+                text = f"SGLang's registry at {address}: {name} is at {directory_address}"
+                yield Finding("registry", "ok", text)
+                at = f"{directory_address},{key}"
+                yield from examine_peer(at, config, device, local, is_registered=True)
+            if not engines:
+                yield Finding("peer", "FAIL", f"{address}: {_reason_for_no_answer(error, address)}")
             return
         theirs = directory.geometry.unpack()
         yield from _engine(address, directory, theirs, config)
@@ -55,6 +74,29 @@ def examine_peer(
         except PeerUnreachableError as error:
             hint = "an engine that was never asked for anything greets nobody: send it a request"
             yield Finding("peer", "FAIL", f"{error.statement}; {hint}")
+
+
+def _registered_at(address: str) -> list[str]:
+    """Return the directory services, HOST:PORT, of the engines that SGLang's registry at `address` names, by their
+    data-parallel ranks; none if no registry answers there.
+    """
+    asker = Asker(parse_address(f"tcp://{address}"))
+    try:
+        size = int(asker.ask("GET", _route(-1, -1))["dp_size"])
+        places = [asker.ask("GET", _route(rank, 0)) for rank in range(min(size, MAX_ENGINES))]
+        found = [
+            HostPort(str(each["rank_ip"]).strip("[]"), int(each["rank_port"])) for each in places
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    finally:
+        asker.close()
+    return [str(each).removeprefix("tcp://") for each in found]
+
+
+def _route(dp_rank: int, others: int) -> str:
+    places = ("prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    return f"/route?prefill_dp_rank={dp_rank}&" + "&".join(f"{each}={others}" for each in places)
 
 
 def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:

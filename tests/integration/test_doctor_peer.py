@@ -7,8 +7,10 @@ from contextlib import closing
 import pytest
 
 from kvconnector.cli import main
+from kvconnector.control.address import parse_address
 from kvconnector.control.security import generate_keys
 from tests.integration.runtime_pair import Engine, same, until
+from tests.sglang.pure.registry import Registry
 from tests.support.keys import keyed_controls
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
@@ -59,6 +61,21 @@ def test_an_engine_that_fits_is_described_rank_by_rank_while_its_requests_go_on(
     assert "direct" in found["path"]["text"]
     assert "/" in found["lanes"]["text"]
     assert found["bandwidth"]["figures"]["bytes_per_second"] > 0
+
+
+def test_an_sglang_servers_registry_names_its_engines(p, doctor):
+    address = parse_address(p.scheduler.address)
+    row = dict.fromkeys(("attn_tp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1)
+    row |= dict.fromkeys(("attn_tp_rank", "attn_dp_rank", "pp_rank", "system_dp_rank"), 0)
+    row |= {"load_balance_method": "round_robin"}
+    with closing(Registry()) as registry:
+        registry.answer(
+            "PUT", "/route", {}, row | {"rank_ip": address.host, "rank_port": address.port}
+        )
+        found = doctor("--peer", f"127.0.0.1:{registry.port}")
+    assert "rank 0 of 1" in found["registry"]["text"]
+    assert "engine p at" in found["peer"]["text"]
+    assert {finding["verdict"] for finding in found.values()} == {"ok"}
 
 
 def test_every_mismatch_is_a_fault_in_plain_words(p, doctor):
