@@ -43,9 +43,14 @@ static void copy_units(const struct kvc_copy_job *job, char *slot, int64_t start
             last = job->num_tokens;
         struct kvc_part in_slot = job->slot;
         in_slot.base = slot + part * job->part_stride;
-        kvc_copy_part(job->dst.parts ? job->dst.parts + part : &in_slot, dst_side,
-                      job->src.parts ? job->src.parts + part : &in_slot, src_side, job->num_heads, first, last,
-                      job->head_dim, job->item_bytes, job->is_streamed != 0);
+        const struct kvc_part *dst = job->dst.parts ? job->dst.parts + part : &in_slot;
+        const struct kvc_part *src = job->src.parts ? job->src.parts + part : &in_slot;
+        if (job->conversion)
+            kvc_convert_part(dst, dst_side, src, src_side, job->num_heads, first, last, job->head_dim, job->conversion,
+                             job->scales + part * job->num_heads);
+        else
+            kvc_copy_part(dst, dst_side, src, src_side, job->num_heads, first, last, job->head_dim, job->item_bytes,
+                          job->is_streamed != 0);
         start += last - first;
     }
 }

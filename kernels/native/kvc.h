@@ -22,7 +22,7 @@
 #include <time.h>
 
 /* Changes with every change of a struct, a constant or a function that Python uses. */
-#define KVC_VERSION 2
+#define KVC_VERSION 3
 
 #define KVC_API __attribute__((visibility("default")))
 
@@ -93,6 +93,17 @@ struct kvc_side {
     int64_t skip_tokens; /* the copy begins so far into the first run */
 };
 
+/* Types of elements. Others have no number that could be converted. */
+enum { KVC_FLOAT16 = 1, KVC_BFLOAT16, KVC_FLOAT8_E4M3, KVC_FLOAT8_E5M2 };
+#define KVC_CONVERSION(src_type, dst_type) ((src_type) << 8 | (dst_type))
+
+/* The factor by which a quantised source's numbers are multiplied, and the one by which values are divided before a
+ * quantised destination stores them. */
+struct kvc_scale {
+    float src;
+    float dst;
+};
+
 /* The same heads and tokens of some parts, from one side to the other. A job's units are all heads of one token of one
  * part, part by part. */
 struct kvc_copy_job {
@@ -104,6 +115,9 @@ struct kvc_copy_job {
     int64_t item_bytes;
     int64_t is_streamed; /* write past the caches */
     int64_t part_stride; /* of a chunk */
+    int64_t conversion;  /* 0, or `KVC_CONVERSION` of the two element types: then `item_bytes` are those
+                          * of a chunk, or of the destination */
+    const struct kvc_scale *scales; /* [part, head] of the copy, if elements are converted */
     struct kvc_part slot; /* a chunk's part, whose `base` is known when it is copied; its tokens are block 0 */
     struct kvc_side src;
     struct kvc_side dst;
@@ -404,6 +418,12 @@ static inline int64_t kvc_now_ns(const struct kvc_state *state)
 void kvc_copy_part(const struct kvc_part *dst, const struct kvc_side *dst_side, const struct kvc_part *src,
                    const struct kvc_side *src_side, int64_t num_heads, int64_t first, int64_t last, int64_t head_dim,
                    int64_t item_bytes, bool is_streamed);
+void kvc_convert_part(const struct kvc_part *dst, const struct kvc_side *dst_side, const struct kvc_part *src,
+                      const struct kvc_side *src_side, int64_t num_heads, int64_t first, int64_t last, int64_t head_dim,
+                      int64_t conversion, const struct kvc_scale *scales);
+void kvc_convert_row(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t count, int64_t conversion,
+                     struct kvc_scale scale);
+int64_t kvc_element_bytes(int64_t type);
 void kvc_end_stream(void);
 void kvc_close_fence(kvc_flag *fence, uint32_t value);
 

@@ -41,6 +41,8 @@ const struct kvc_layout_entry kvc_layout[] = {
     FIELD(copy_job, item_bytes),
     FIELD(copy_job, is_streamed),
     FIELD(copy_job, part_stride),
+    FIELD(copy_job, conversion),
+    FIELD(copy_job, scales),
     FIELD(copy_job, slot),
     FIELD(copy_job, src),
     FIELD(copy_job, dst),

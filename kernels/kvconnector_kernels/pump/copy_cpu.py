@@ -12,6 +12,7 @@ from typing import Any
 from kvconnector_kernels.library import address_of_function, releasing
 from kvconnector_kernels.pump.records import CALL_BYTES, Part, SideRecord, num_words
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PackedSide, Side
 
 __all__ = ["CALL_BYTES", "COPY", "READ", "ROW_BYTES", "copy", "help_reads", "job_of"]
@@ -30,7 +31,14 @@ help_reads = releasing.kvc_help
 """`help_reads(crew)`: what a helping thread does until its crew is closed."""
 
 
-def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = False) -> list[int]:
+def job_of(
+    src: Side,
+    dst: Side,
+    geometry: CopyGeometry,
+    *,
+    is_streamed: bool = False,
+    conversion: Conversion | None = None,
+) -> list[int]:
     """Return the words of a `CopyJob` for a copy that `check_copy` accepted, one for each field, in order. The sides
     must outlive the job; it copies a chunk to or from any slot.
 
@@ -39,6 +47,7 @@ def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = 
         dst: The side to write.
         geometry: The geometry of the copy.
         is_streamed: True to write past the caches.
+        conversion: How elements change type, if they do. It must outlive the job.
     """
     strides = (0, 0, 0, 0)
     for side in (src, dst):
@@ -46,9 +55,25 @@ def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = 
             strides = side.strides_bytes(geometry)
     counts = (geometry.num_parts, geometry.num_heads, geometry.num_tokens)
     item = (geometry.head_dim, geometry.item_size_bytes, is_streamed)
+    number, scales = 0, 0
+    if conversion is not None:
+        paged = dst if not isinstance(dst, PackedSide) else src
+        assert not isinstance(paged, PackedSide)  # no copy is between two chunks
+        number = conversion.number
+        scales = conversion.scales_address + paged.part_start * conversion.row_bytes
     # a chunk's tokens are one block, number 0
-    slot = (strides[0], 0, 0, *strides[1:])
-    return [geometry.nbytes, *counts, *item, *slot, *_side(src), *_side(dst)]
+    slot = (0, 0, *strides[1:])
+    return [
+        geometry.nbytes,
+        *counts,
+        *item,
+        strides[0],
+        number,
+        scales,
+        *slot,
+        *_side(src),
+        *_side(dst),
+    ]
 
 
 def _side(side: Side) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ MORE, ALL = -1, 0
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3
 
+# Types of elements that can be converted, in a `CopyJob`.
+FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = 1, 2, 3, 4
+
 CALL_BYTES = 1 << 20
 """A call of a read on the CPU copies about this many bytes, or one piece. Control messages wait for it: about a tenth
 of a millisecond."""
@@ -77,7 +80,8 @@ class CopyJob(ctypes.Structure):
 
     _fields_ = (
         *_numbers("nbytes num_parts num_heads num_tokens head_dim item_bytes is_streamed"),
-        *_numbers("part_stride"),
+        *_numbers("part_stride conversion"),
+        *_pointers("scales"),
         ("slot", Part),
         ("src", SideRecord),
         ("dst", SideRecord),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt, upload_block_ids
 from kvconnector_kernels.relayout.checks import BlockIdsError, GeometryMismatchError, RelayoutError
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.dispatch import relayout
 from kvconnector_kernels.relayout.receive import (
     receive_block_size,
@@ -35,6 +36,7 @@ _LAZY = {
 __all__ = [
     "BlockIdsAt",
     "BlockIdsError",
+    "Conversion",
     "GeometryMismatchError",
     "ElementOrder",
     "PackedSide",

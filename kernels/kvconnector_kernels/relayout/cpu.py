@@ -9,6 +9,7 @@ import numpy as np
 
 from kvconnector_kernels.pump.copy_cpu import copy, job_of
 from kvconnector_kernels.relayout.checks import RelayoutError
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.sides import (
     CopyCounts,
     PackedSide,
@@ -20,13 +21,15 @@ from kvconnector_kernels.relayout.sides import (
 MIN_STREAMED_COPY_BYTES = 2 << 20
 
 
-def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
+def relayout_cpu(
+    src: Side, dst: Side, *, conversion: Conversion | None = None, **counts: Unpack[CopyCounts]
+) -> None:
     """Copy between two sides in host memory, see `relayout`. Returns when the destination holds all of it.
 
     Raises:
         RelayoutError: the sides do not hold the copy, see `check_copy`.
     """
-    geometry = check_copy(src, dst, **counts)
+    geometry = check_copy(src, dst, conversion, **counts)
     if src.device != "cpu":
         raise RelayoutError(f"this copy runs on the CPU, the sides are on {src.device}")
     if geometry.nbytes == 0:
@@ -39,6 +42,7 @@ def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
             raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
     is_streamed = geometry.nbytes >= MIN_STREAMED_COPY_BYTES
     # the last word is the flag that the copy sets; numpy takes longer to make arrays and to say where they are
-    job = array("q", (*job_of(src, dst, geometry, is_streamed=is_streamed), 0))
+    words = job_of(src, dst, geometry, is_streamed=is_streamed, conversion=conversion)
+    job = array("q", (*words, 0))
     address, num_words = job.buffer_info()
     copy(0, address, slot, address + 8 * num_words - 8, 1)

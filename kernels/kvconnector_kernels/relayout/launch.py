@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES, BlockIdsAt
 from kvconnector_kernels.relayout.checks import RelayoutError
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, PagedSide, Side, check_copy
 from kvconnector_kernels.relayout.tiles import Tiling, plan_tiles
 from kvconnector_kernels.relayout.triton import (
@@ -75,6 +76,7 @@ def prepare_launch(
     num_heads: int,
     num_tokens: int,
     num_parts: int = 1,
+    conversion: Conversion | None = None,
 ) -> PreparedLaunch:
     """Prepare the launch that `relayout` would make for these sides: compiled and loaded, but not launched.
 
@@ -89,20 +91,23 @@ def prepare_launch(
     if src.device == "cpu":
         raise RelayoutError("a prepared launch is one on a GPU")
     counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
-    geometry = check_copy(src, dst, **counts)
-    tiling = plan_tiles(src, dst, geometry)
+    geometry = check_copy(src, dst, conversion, **counts)
+    tiling = plan_tiles(src, dst, geometry, conversion)
     pointers, tail = (_pointers(src), _pointers(dst)), tiling.numbers(geometry)
     # the first tile's start is a run-time argument of the kernel; the rest of the tiling is fixed at compile time
     aligned = tuple([address % ALIGN_BYTES for side in pointers for address in side])
     compiled_for = (tiling.tile, tiling.is_even, tiling.src[2:], tiling.dst[2:])
-    key = (src.device, *is_packed, *aligned, *compiled_for)
+    number = 0 if conversion is None else conversion.number
+    key = (src.device, *is_packed, *aligned, *compiled_for, number)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = _compile(src, dst, tiling, geometry, tail)
+        kernel = _kernels[key] = _compile(src, dst, tiling, geometry, tail, conversion)
     first = (*pointers[0], *side_numbers(src, tiling.src, geometry))
     second = (*pointers[1], *side_numbers(dst, tiling.dst, geometry))
     per_part = math.prod(tiling.counts(geometry))
-    return PreparedLaunch(kernel, per_part, tiling.tile.tokens, (*first, *second, *tail))
+    scales = () if conversion is None else (conversion.scales_address,)
+    values = (*first, *second, *tail, *scales)
+    return PreparedLaunch(kernel, per_part, tiling.tile.tokens, values)
 
 
 def _pointers(side: Side) -> tuple[int, ...]:
@@ -114,17 +119,23 @@ def _pointers(side: Side) -> tuple[int, ...]:
 
 
 def _compile(
-    src: Side, dst: Side, tiling: Tiling, geometry: CopyGeometry, tail: tuple[int, ...]
+    src: Side,
+    dst: Side,
+    tiling: Tiling,
+    geometry: CopyGeometry,
+    tail: tuple[int, ...],
+    conversion: Conversion | None,
 ) -> Kernel:
     """Load the kernel for these sides, and for the alignment of their tables and block ids."""
     arguments = (
         *side_arguments(_with_tensor(src), tiling.src, geometry),
         *side_arguments(_with_tensor(dst), tiling.dst, geometry),
         *tail,
+        None if conversion is None else conversion.kernel_scales(),
     )
     with on_device(src.device):
         compiled = relayout_kernel.warmup(
-            *arguments, grid=(1,), **kernel_constants(tiling), num_warps=NUM_WARPS
+            *arguments, grid=(1,), **kernel_constants(tiling, conversion), num_warps=NUM_WARPS
         )
         compiled._init_handles()
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvconnector_kernels.relayout.convert import Conversion, is_scaled
 from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 
 
@@ -23,17 +24,41 @@ def relayout_naive(
     dst_token_start: int = 0,
     src_runs: TokenRuns = ADJACENT,
     dst_runs: TokenRuns = ADJACENT,
+    conversion: Conversion | None = None,
+    part_start: int = 0,
 ) -> None:
     """Copy part by part and token by token. Mutates `dst_parts`.
 
     Each part is a tensor of logical shape `[num_blocks, num_heads, block_size, head_dim]` with any strides.
+    With a conversion the tensors are of integers of the elements' size, and the first part has the scales of row
+    `part_start`.
     """
     src_heads = slice(src_head_start, src_head_start + num_heads)
     dst_heads = slice(dst_head_start, dst_head_start + num_heads)
-    for src, dst in zip(src_parts, dst_parts, strict=True):
+    for part, (src, dst) in enumerate(zip(src_parts, dst_parts, strict=True)):
         for token in range(num_tokens):
             src_block, src_offset = divmod(src_token_start + src_runs.offset(token), src.shape[2])
             dst_block, dst_offset = divmod(dst_token_start + dst_runs.offset(token), dst.shape[2])
-            dst[dst_block_ids[dst_block], dst_heads, dst_offset] = src[
-                src_block_ids[src_block], src_heads, src_offset
-            ]
+            numbers = src[src_block_ids[src_block], src_heads, src_offset]
+            if conversion is not None:
+                scales = torch.tensor(conversion.scales[part_start + part])
+                numbers = _converted(numbers, conversion, scales, dst.dtype)
+            dst[dst_block_ids[dst_block], dst_heads, dst_offset] = numbers
+
+
+def _converted(
+    numbers: torch.Tensor, conversion: Conversion, scales: torch.Tensor, stored: torch.dtype
+) -> torch.Tensor:
+    """Convert `[head, dim]` by torch's own casts, which round but do not saturate. NaN has one form in each type."""
+    src, dst = (getattr(torch, each) for each in (conversion.src_element, conversion.dst_element))
+    values = numbers.contiguous().view(src).float()
+    if is_scaled(conversion.src_element):
+        values = values * scales[:, :1].to(values.device)
+    if is_scaled(conversion.dst_element):
+        values = values / scales[:, 1:].to(values.device)
+        most = torch.finfo(dst).max
+        values = values.clamp(-most, most)  # keeps NaN
+    found = values.to(dst).view(stored)
+    nan = {"float16": 0x7E00, "bfloat16": 0x7FC0}.get(conversion.dst_element, 0x7F)
+    found[values.isnan()] = nan
+    return found

@@ -21,6 +21,7 @@ from kvconnector_kernels.relayout.checks import (
     check_device,
     check_ids_in_pool,
 )
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 
 if TYPE_CHECKING:
@@ -208,7 +209,9 @@ class CopyCounts(TypedDict):
 
 
 class CopyGeometry(NamedTuple):
-    """The size of a copy that fits both sides."""
+    """The size of a copy that fits both sides. If it converts elements, `item_size_bytes` are those of its chunk, or
+    of the destination where there is none.
+    """
 
     num_parts: int
     num_heads: int
@@ -224,14 +227,22 @@ class CopyGeometry(NamedTuple):
 
 
 def check_copy(
-    src: Side, dst: Side, *, num_parts: int, num_heads: int, num_tokens: int
+    src: Side,
+    dst: Side,
+    conversion: Conversion | None = None,
+    *,
+    num_parts: int,
+    num_heads: int,
+    num_tokens: int,
 ) -> CopyGeometry:
     """Check that both sides hold a copy, and block ids on the CPU against the pool. Returns the copy's geometry.
+    `conversion` says how its elements change type, if they do.
 
     Raises:
         RelayoutError: two chunks, a negative count, parts or heads outside a table, a chunk that is too small.
         BlockIdsError: too few block ids for the tokens, or ids outside the pool.
-        GeometryMismatchError: the sides differ in device, item size or head dim.
+        GeometryMismatchError: the sides differ in device or head dim, or in item size without a conversion; or the
+            conversion is for other item sizes, or for fewer parts or heads.
     """
     counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
     for name, count in counts.items():
@@ -244,12 +255,14 @@ def check_copy(
     tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
     if not tables:
         raise RelayoutError("a copy has a paged side: it is not between two chunks")
-    first, last = tables[0], tables[-1]
-    for name in ("head_dim", "item_size_bytes"):
-        if first.sizes[name] != last.sizes[name]:
-            found = [table.sizes[name] for table in tables]
-            raise GeometryMismatchError(f"{name} differs: the sides have {found}")
-    geometry = CopyGeometry(num_parts, num_heads, num_tokens, first.head_dim, first.item_size_bytes)
+    first = tables[0]
+    _check_alike("head_dim", tables)
+    if conversion is None:
+        _check_alike("item_size_bytes", tables)
+        item = first.item_size_bytes
+    else:
+        item = _check_conversion(src, dst, conversion, num_parts, num_heads)
+    geometry = CopyGeometry(num_parts, num_heads, num_tokens, first.head_dim, item)
     for what, side in (("source", src), ("destination", dst)):
         if isinstance(side, PagedSide):
             _check_paged(what, side, geometry)
@@ -258,6 +271,34 @@ def check_copy(
                 f"the {what} chunk has room for {side.nbytes} bytes, the copy has {geometry.nbytes}"
             )
     return geometry
+
+
+def _check_alike(name: str, tables: list[PartTable]) -> None:
+    found = [table.sizes[name] for table in tables]
+    if found[0] != found[-1]:
+        raise GeometryMismatchError(f"{name} differs: the sides have {found}")
+
+
+def _check_conversion(
+    src: Side, dst: Side, conversion: Conversion, num_parts: int, num_heads: int
+) -> int:
+    """Return the bytes of an element in the chunk, or in the destination where there is none."""
+    items = (conversion.src_item_bytes, conversion.dst_item_bytes)
+    for side, item in zip((src, dst), items, strict=True):
+        if isinstance(side, PagedSide) and side.table.item_size_bytes != item:
+            raise GeometryMismatchError(
+                f"{conversion.src_element} is converted to {conversion.dst_element}, but a pool has items of"
+                f" {side.table.item_size_bytes} bytes"
+            )
+    paged = dst if isinstance(dst, PagedSide) else src
+    assert isinstance(paged, PagedSide)  # a copy has a paged side
+    rows, heads, _ = conversion.scales.shape
+    if heads != num_heads or paged.part_start + num_parts > rows:
+        raise GeometryMismatchError(
+            f"there are scales for {rows} rows of {heads} heads, the copy has {num_heads} heads and ends at row"
+            f" {paged.part_start + num_parts}"
+        )
+    return items[0] if isinstance(src, PackedSide) else items[1]
 
 
 def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvconnector_kernels.relayout.checks import RelayoutError
+from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side
 
@@ -96,21 +97,35 @@ class _SideFacts(NamedTuple):
     dim_bits: int
 
 
-def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
-    """Return the tiling of a copy that `check_copy` accepted.
+def plan_tiles(
+    src: Side, dst: Side, geometry: CopyGeometry, conversion: Conversion | None = None
+) -> Tiling:
+    """Return the tiling of a copy that `check_copy` accepted. If it converts elements, a word is one of them on either
+    side, and a tile's size that of the larger ones.
 
     Raises:
-        RelayoutError: items are copied one by one, and an address or a stride is no multiple of the item size.
+        RelayoutError: items are copied one by one or converted, and an address or a stride is no multiple of the item
+            size.
     """
-    facts = _facts(src, geometry), _facts(dst, geometry)
+    items = [geometry.item_size_bytes] * 2
+    if conversion is not None:
+        items = [conversion.src_item_bytes, conversion.dst_item_bytes]
+    facts = _facts(src, geometry, items[0]), _facts(dst, geometry, items[1])
     ours, theirs = facts
     is_row_copy = ours.is_dim_contiguous and theirs.is_dim_contiguous
     bits = ours.base_bits | ours.token_bits | theirs.base_bits | theirs.token_bits
     if not is_row_copy:
         bits |= ours.dim_bits | theirs.dim_bits
+    if conversion is not None:
+        for side, item in zip(facts, items, strict=True):
+            if _alignment(side.base_bits | side.token_bits | side.dim_bits) < item:
+                raise RelayoutError(
+                    f"converting needs addresses and strides that are multiples of {item} bytes"
+                )
+        bits = max(items)  # words of one element
     tile = _tile(
         geometry.head_dim,
-        geometry.item_size_bytes,
+        max(items),
         geometry.num_heads,
         is_row_copy,
         bits % _MAX_ACCESS_BYTES,
@@ -122,9 +137,13 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
         lead_tokens,
         # Rows are vectorised along their words whatever the tokens' mask; only a transposed tile profits from knowing.
         not is_row_copy and lead_tokens == 0 and geometry.num_tokens % tile.tokens == 0,
-        _tile_side(ours, tile, lead_tokens),
-        _tile_side(theirs, tile, lead_tokens),
+        _tile_side(ours, _words_of(tile, items[0], conversion), lead_tokens),
+        _tile_side(theirs, _words_of(tile, items[1], conversion), lead_tokens),
     )
+
+
+def _words_of(tile: Tile, item: int, conversion: Conversion | None) -> Tile:
+    return tile if conversion is None else tile._replace(word_bytes=item)
 
 
 @lru_cache(maxsize=1024)
@@ -156,8 +175,7 @@ def _tile(
     return Tile(word_bytes, num_words, tile_words, tile_heads, tile_tokens)
 
 
-def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
-    item = geometry.item_size_bytes
+def _facts(side: Side, geometry: CopyGeometry, item: int) -> _SideFacts:
     if not isinstance(side, PackedSide):
         address, block, head, token, dim = side.table.address_bits
         runs, whole = side.runs, side.table.block_size

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.checks import RelayoutError
+from kvconnector_kernels.relayout.convert import ELEMENT_TYPES, Conversion, is_scaled
 from kvconnector_kernels.relayout.sides import (
     CopyCounts,
     CopyGeometry,
@@ -96,6 +97,71 @@ def _tile_pointers(
     return pointers
 
 
+@triton.jit
+def _bits(value: tl.constexpr):
+    """Return a number of the kernel as unsigned 32 bits."""
+    return tl.full((), value, tl.uint32)
+
+
+@triton.jit
+def _widen(
+    number, SHIFT: tl.constexpr, BIAS: tl.constexpr, NORMAL: tl.constexpr, UNIT: tl.constexpr,
+    SPECIAL: tl.constexpr, SIGN: tl.constexpr,
+):
+    """See `widen` in kernels/native/convert.c."""
+    bits = number.to(tl.uint32)
+    magnitude = bits & (SIGN - 1)
+    sign = tl.where(bits >= SIGN, _bits(0x80000000), _bits(0))
+    found = (magnitude << SHIFT) + _bits(BIAS << 23)
+    denormal = (magnitude.to(tl.int32).to(tl.float32) * UNIT).to(tl.uint32, bitcast=True)
+    found = tl.where(magnitude < NORMAL, denormal, found)
+    found = tl.where(magnitude >= SPECIAL, (magnitude << SHIFT) | _bits(0x7F800000), found)
+    return (found | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _narrow(
+    value, SHIFT: tl.constexpr, BIAS: tl.constexpr, SMALLEST: tl.constexpr, MAGIC: tl.constexpr,
+    MAGIC_BITS: tl.constexpr, MAX: tl.constexpr, NAN: tl.constexpr, SIGN: tl.constexpr,
+):
+    """See `narrow` in kernels/native/convert.c. `SMALLEST`, `MAGIC_BITS` and `MAX` are the bits of floats."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & _bits(0x7FFFFFFF)
+    kept = tl.where(magnitude < _bits(MAX), magnitude, _bits(MAX))
+    normal = kept + _bits((1 << (SHIFT - 1)) - 1) + ((kept >> SHIFT) & 1) - _bits(BIAS << 23)
+    denormal = (kept.to(tl.float32, bitcast=True) + MAGIC).to(tl.uint32, bitcast=True)
+    found = tl.where(kept < _bits(SMALLEST), denormal - _bits(MAGIC_BITS), normal >> SHIFT)
+    found = found | tl.where(bits >= _bits(0x80000000), _bits(SIGN), _bits(0))
+    return tl.where(magnitude > _bits(0x7F800000), _bits(NAN), found)
+
+
+@triton.jit
+def _value_of(number, TYPE: tl.constexpr):
+    """Return an element's number as float32. `TYPE` is one of `ELEMENT_TYPES`."""
+    if TYPE == 1:
+        return _widen(number, 13, 112, 0x400, 2.0**-24, 0x7C00, 0x8000)
+    if TYPE == 2:
+        return (number.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    if TYPE == 3:
+        return _widen(number, 20, 120, 8, 2.0**-9, 0x7F, 0x80)
+    return _widen(number, 21, 112, 4, 2.0**-16, 0x7C, 0x80)
+
+
+@triton.jit
+def _number_of(value, TYPE: tl.constexpr):
+    """Return a float32 as the bits of an element."""
+    if TYPE == 1:
+        return _narrow(value, 13, 112, 0x38800000, 0.5, 0x3F000000, 0x47800000, 0x7E00, 0x8000)
+    if TYPE == 2:
+        bits = value.to(tl.uint32, bitcast=True)
+        found = (bits + _bits(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & _bits(0x7FFFFFFF)) > _bits(0x7F800000)
+        return tl.where(is_nan, _bits(0x7FC0), found)
+    if TYPE == 3:
+        return _narrow(value, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x43E00000, 0x7F, 0x80)
+    return _narrow(value, 21, 112, 0x38800000, 128.0, 0x43000000, 0x47600000, 0x7F, 0x80)
+
+
 # fmt: off
 @triton.jit(
     do_not_specialize=[
@@ -117,7 +183,10 @@ def relayout_kernel(
     dst_base: tl.int32, dst_run: tl.int32, dst_step: tl.int32,
     num_heads: tl.int32, num_tokens: tl.int32, lead_tokens: tl.int32,
     num_tiles: tl.int32, num_token_tiles: tl.int32, num_head_tiles: tl.int32, num_word_tiles: tl.int32,
-    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, NUM_WORDS: tl.constexpr,
+    scales,  # float32 [row of the paged destination or source, head, 2]; None if elements are copied as they are
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, DST_WORD: tl.constexpr, DST_WORD_BYTES: tl.constexpr,
+    SRC_TYPE: tl.constexpr, DST_TYPE: tl.constexpr, SRC_SCALED: tl.constexpr, DST_SCALED: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, EVEN_TOKENS: tl.constexpr,
     SRC_ONE_BLOCK: tl.constexpr, SRC_AXIS: tl.constexpr, SRC_ALIGN: tl.constexpr,
     DST_ONE_BLOCK: tl.constexpr, DST_AXIS: tl.constexpr, DST_ALIGN: tl.constexpr,
@@ -153,14 +222,31 @@ def relayout_kernel(
             dst_address, dst_part_stride, dst_head_stride, dst_token_stride, dst_dim_stride,
             dst_part_start + part, dst_block_size, dst_base, dst_run, dst_step,
             dst_origin + tile_start, dst_head_start + heads, tokens_mask, words,
-            WORD, WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN,
+            DST_WORD, DST_WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN,
         )
         # fmt: on
-        tl.store(dst, tl.load(src, mask=mask), mask=mask)
+        found = tl.load(src, mask=mask)
+        if scales is not None:
+            # a chunk has no parts of its own: it starts with part 0
+            row = (src_part_start if dst_rows is None else dst_part_start) + part
+            pair = scales + (row.to(tl.int64) * num_heads + heads) * 2
+            value = _value_of(found, SRC_TYPE)
+            if SRC_SCALED:
+                value = value * tl.load(pair, mask=heads < num_heads, other=1.0)[:, None, None]
+            if DST_SCALED:
+                scale = tl.load(pair + 1, mask=heads < num_heads, other=1.0)[:, None, None]
+                value = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
+            found = _number_of(value, DST_TYPE).to(DST_WORD)
+        tl.store(dst, found, mask=mask)
 
 
 def relayout_triton(
-    src: Side, dst: Side, *, max_programs: int | None = None, **counts: Unpack[CopyCounts]
+    src: Side,
+    dst: Side,
+    *,
+    conversion: Conversion | None = None,
+    max_programs: int | None = None,
+    **counts: Unpack[CopyCounts],
 ) -> None:
     """Copy between two sides with one launch on the current stream, see `relayout`. `max_programs` caps the programs.
 
@@ -169,12 +255,12 @@ def relayout_triton(
     Raises:
         RelayoutError: the sides do not hold the copy, see `check_copy`; `max_programs` is below 1.
     """
-    geometry = check_copy(src, dst, **counts)
+    geometry = check_copy(src, dst, conversion, **counts)
     if max_programs is not None and max_programs < 1:
         raise RelayoutError(f"max_programs must be at least 1, not {max_programs}")
     if geometry.nbytes == 0:
         return
-    tiling = plan_tiles(src, dst, geometry)
+    tiling = plan_tiles(src, dst, geometry, conversion)
     num_programs = geometry.num_parts * math.prod(tiling.counts(geometry))
     if max_programs is not None:
         num_programs = min(num_programs, max_programs)
@@ -183,7 +269,8 @@ def relayout_triton(
             *side_arguments(src, tiling.src, geometry),
             *side_arguments(dst, tiling.dst, geometry),
             *tiling.numbers(geometry),
-            **kernel_constants(tiling),
+            None if conversion is None else conversion.kernel_scales(),
+            **kernel_constants(tiling, conversion),
             num_warps=NUM_WARPS,
         )
 
@@ -213,11 +300,24 @@ def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tupl
     return (0, 0, 0, 0, 0, *window, *runs)
 
 
-def kernel_constants(tiling: Tiling) -> dict[str, Any]:
+def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> dict[str, Any]:
     """Return the kernel's compile-time arguments."""
+    src_bytes = dst_bytes = tiling.tile.word_bytes
+    types, scaled = (0, 0), (False, False)
+    if conversion is not None:
+        src_bytes, dst_bytes = conversion.src_item_bytes, conversion.dst_item_bytes
+        elements = conversion.src_element, conversion.dst_element
+        types = ELEMENT_TYPES[elements[0]], ELEMENT_TYPES[elements[1]]
+        scaled = is_scaled(elements[0]), is_scaled(elements[1])
     return {
-        "WORD": _WORD_TYPES[tiling.tile.word_bytes],
-        "WORD_BYTES": tiling.tile.word_bytes,
+        "WORD": _WORD_TYPES[src_bytes],
+        "WORD_BYTES": src_bytes,
+        "DST_WORD": _WORD_TYPES[dst_bytes],
+        "DST_WORD_BYTES": dst_bytes,
+        "SRC_TYPE": types[0],
+        "DST_TYPE": types[1],
+        "SRC_SCALED": scaled[0],
+        "DST_SCALED": scaled[1],
         "NUM_WORDS": tiling.tile.num_words,
         "HEADS": tiling.tile.heads,
         "TOKENS": tiling.tile.tokens,

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvconnector_kernels.relayout import PackedSide, PagedSide
+from kvconnector_kernels.relayout import Conversion, PackedSide, PagedSide
 from kvconnector_kernels.relayout import triton as _  # noqa: F401  (the module below, not Triton)
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
@@ -22,23 +22,23 @@ kernels = sys.modules["kvconnector_kernels.relayout.triton"]
 HEADS, DIM, ITEM, TOKENS = 8, 128, 2, 512
 
 
-def side(order, block_size):
+def side(order, block_size, item=ITEM):
     """Return a pool of bf16 with 8 heads of 128, or for block size 0 a chunk; its addresses are never read."""
     address = 1 << 30
     if block_size == 0:
         return PackedSide(address, 1 << 40, order, "cpu")
     block = HEADS * block_size * DIM
     strides = (block, *inner_strides(order, HEADS, block_size, DIM))
-    rows = [[address, *(stride * ITEM for stride in strides)]]
-    table = part_table(rows, (512, block_size, HEADS, DIM, ITEM))
+    rows = [[address, *(stride * item for stride in strides)]]
+    table = part_table(rows, (512, block_size, HEADS, DIM, item))
     return PagedSide(table, np.arange(512, dtype=np.int32))
 
 
-def accesses(src, dst):
-    """Return every distinct load and store of a tile's words in the compiled kernel."""
+def compiled(src, dst, conversion=None):
+    """Return the PTX of the kernel for these sides."""
     geometry = CopyGeometry(1, HEADS, TOKENS, DIM, ITEM)
-    tiling = plan_tiles(src, dst, geometry)
-    constants = dict(kernels.kernel_constants(tiling))
+    tiling = plan_tiles(src, dst, geometry, conversion)
+    constants = dict(kernels.kernel_constants(tiling, conversion))
     names = [param.name for param in kernels.relayout_kernel.params]
     arguments = (
         *kernels.side_arguments(src, tiling.src, geometry),
@@ -47,21 +47,48 @@ def accesses(src, dst):
     constants |= {
         name: None for name, value in zip(names, arguments, strict=False) if value is None
     }
+    if conversion is None:
+        constants["scales"] = None
     signature = {}
     for param in kernels.relayout_kernel.params:
-        pointer = {"rows": "*i64", "ids": "*i32"}.get(param.name.rpartition("_")[2])
+        pointer = {"rows": "*i64", "ids": "*i32", "scales": "*fp32"}.get(
+            param.name.rpartition("_")[2]
+        )
         constant = param.is_constexpr or param.name in constants
         signature[param.name] = "constexpr" if constant else pointer or param.annotation_type
     source = ASTSource(kernels.relayout_kernel, signature, constants, {})
     target = GPUTarget("cuda", 90, 32)
     code = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+    ptx: str = code.asm["ptx"]
+    return ptx
+
+
+def accesses(src, dst):
+    """Return every distinct load and store of a tile's words in the compiled kernel."""
     # scalar loads read the tables, vector loads the words of the tile
-    found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", code.asm["ptx"])
+    found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", compiled(src, dst))
     return sorted(
         {f"{name} {int(count[1:]) * int(width) // 8} bytes" for name, count, width in found}
     )
 
 
+def converting():
+    """Return how the kernels that convert divide, and the registers and conversions of which Hopper alone has some."""
+    scales, found = np.ones((1, HEADS, 2), np.float32), set()
+    for elements in (("bfloat16", "float8_e4m3fn"), ("float8_e5m2", "float16")):
+        conversion = Conversion(*elements, scales, "cpu")
+        items = conversion.src_item_bytes, conversion.dst_item_bytes
+        src, dst = side("NHD", 16, items[0]), side("HND", 64, items[1])
+        ptx = compiled(src, dst, conversion)
+        found |= set(
+            re.findall(r"\b(?:div\.\w*\.?f32|ex2|cvt\.\w*\.satfinite|\w+\.ftz)[\w.]*", ptx)
+        )
+    return sorted(found)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "convert":
+        sys.stdout.write(" ".join(converting()))
+        sys.exit()
     pairs = json.loads(sys.argv[1])
     sys.stdout.write(json.dumps([accesses(side(*src), side(*dst)) for src, dst in pairs]))

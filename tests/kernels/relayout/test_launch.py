@@ -168,8 +168,10 @@ def prepare(pair, starts, num_tokens, num_parts=1):
     )
 
 
-def prepared_for(src, dst, num_heads, num_tokens):
-    return launch.prepare_launch(src, dst, num_heads=num_heads, num_tokens=num_tokens)
+def prepared_for(src, dst, num_heads, num_tokens, conversion=None):
+    return launch.prepare_launch(
+        src, dst, num_heads=num_heads, num_tokens=num_tokens, conversion=conversion
+    )
 
 
 one_table = cache(table)

@@ -43,3 +43,10 @@ def test_hopper_code_moves_16_bytes_per_access(tmp_path):
     command = ("-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS))
     found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert json.loads(found) == [["ld.global 16 bytes", "st.global 16 bytes"]] * len(PAIRS)
+
+
+def test_hopper_code_converts_exactly(tmp_path):
+    """It divides as IEEE 754 does, keeps denormals, and leaves no rounding to instructions that some GPUs lack."""
+    command = ("-m", "tests.kernels.relayout.hopper_accesses", "convert")
+    found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert found.split() == ["div.rn.f32"]
