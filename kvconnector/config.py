@@ -199,6 +199,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow: use it to find what damages
     bytes. Engines that read from each other need the same value. Needs the extra `checksum`.
     """
+    convert: Literal["auto", "never"] = "auto"
+    """`auto`: elements change their type on the way where two engines' caches differ in it, as from bf16 to fp8.
+    `never`: engines whose caches have other types or scales are refused.
+    """
     engine_versions: Literal["known", "checked", "any"] = "checked"
     """Which releases of vLLM and SGLang may run. `known`: those that were tested. `checked`: also those that have all
     that is used of them, compared by their sources at start, with a warning. `any`: all. It is read before all other

@@ -164,6 +164,7 @@ def _engine(
     for group in theirs.ranks[0].groups:
         parts = ", ".join(
             f"{part.name} {part.total_heads} x {part.head_dim} x {part.item_size_bytes} bytes"
+            f"{f' of {part.element}' if part.element else ''}"
             for part in group.parts
         )
         shared = f" shared by {group.dcp_size} ranks" if group.dcp_size > 1 else ""
@@ -189,7 +190,9 @@ def _differences(
     model = ours.model
     if not model.model:  # without a name, names are not compared
         model = msgspec.structs.replace(model, model=theirs.model.model)
-    ours = msgspec.structs.replace(ours, model=model, verify=config.verify)
+    ours = msgspec.structs.replace(
+        ours, model=model, verify=config.verify, converts=config.convert == "auto"
+    )
     topology = TpKVTopology(ours, ours.ranks[0].rank)
     try:
         topology.check_compatible(theirs)

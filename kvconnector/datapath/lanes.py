@@ -11,6 +11,7 @@ from kvconnector.planning import GroupBlocks, SegmentWindow
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
+    Conversion,
     PackedSide,
     PagedSide,
     PartTable,
@@ -85,6 +86,7 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 class Lane(msgspec.Struct, frozen=True, eq=False):
     """The data shared by all copies of a segment from `src` to `dst`. `token_bytes` are the bytes of one token of one
     part. In host memory a job of one part without tokens has `words`, and each further token adds `words_of_a_token`.
+    A job with a `conversion` needs the lane until it ends.
     """
 
     src: Window | PackedSide
@@ -93,6 +95,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False):
     token_bytes: int
     words: Sequence[int] = ()
     words_of_a_token: Sequence[int] = ()
+    conversion: Conversion | None = None
 
 
 class Span(NamedTuple):

@@ -17,6 +17,7 @@ from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.layout import ALL_TOKENS, Stripe, local_stripe
 from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, TpKVTopology
+from kvconnector.topology.conversion import SegmentConversion, segment_conversion
 from kvconnector.topology.segments import MAX_SEGMENTS
 
 
@@ -45,7 +46,8 @@ class Route:
     Chunks of `segments[i]` are best cut at multiples of the first of `align_tokens[i]` that fits, in members of its
     stripe: a common multiple of both sides' block sizes, then the larger one, then the smaller. `here[i]` is
     `segments[i]` in the terms of this rank; on the consumer's side `there[i]` is the same for the producer rank.
-    `row_tokens[group]` is that of the common groups.
+    `row_tokens[group]` is that of the common groups. `conversions[i]` is None if the elements of `segments[i]` are
+    copied as they are; there are no `conversions` if all are.
     """
 
     peer: Rank
@@ -56,6 +58,7 @@ class Route:
     here: tuple[SegmentWindow, ...]
     there: tuple[SegmentWindow, ...] = ()
     row_tokens: tuple[int, ...] = (1,)
+    conversions: tuple[SegmentConversion | None, ...] = ()
 
 
 def plan_routes(
@@ -102,7 +105,7 @@ def make_route(
         segments: The route's segments, all of which this rank holds.
         ours: This rank's cache groups.
         theirs: The other rank's cache groups, of which either side's last ones may be missing on the other.
-        there: The segments in the terms of the other rank, on the side that may read its pools.
+        there: The segments in the terms of the other rank, on the side that may read its pools: the consumer's.
 
     Raises:
         IncompatiblePeerError: there are more than `MAX_SEGMENTS` segments.
@@ -114,6 +117,10 @@ def make_route(
             max_segments=MAX_SEGMENTS,
         )
     align_tokens = tuple(_alignments(ours[s.group], theirs[s.group], s.stripe) for s in segments)
+    producer, consumer = (theirs, ours) if there else (ours, theirs)
+    conversions = tuple(
+        segment_conversion(s, producer[s.group], consumer[s.group]) for s in segments
+    )
     row_tokens = tuple(each.row_tokens for each, _ in zip(ours, theirs, strict=False))
     return Route(
         peer=peer,
@@ -124,6 +131,7 @@ def make_route(
         here=_windows(segments, ours),
         there=there,
         row_tokens=row_tokens,
+        conversions=conversions if any(conversions) else (),
     )
 
 

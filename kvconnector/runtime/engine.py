@@ -63,6 +63,7 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
         model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
         verify=config.verify,
+        converts=config.convert == "auto",
         num_optional=ordered[0].num_optional,
     )
     for pp_rank in range(engine.pp_size):

@@ -9,6 +9,7 @@ from kvconnector.datapath.pools import CacheGroup
 from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
+from kvconnector.topology.geometry import ELEMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -69,16 +70,20 @@ def cache_group(
     head_start: int = 0,
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
     row_tokens: int = 1,
+    scales: Mapping[int, Sequence[Sequence[float]]] | None = None,
 ) -> CacheGroup:
     """Make a cache group of this rank from its tensors.
 
     `caches[layer]` are K and V, or one tensor with both or with a latent, each seen as
     `[num_blocks, num_heads, block_size, head_dim]`; any strides will do. The rank holds the heads from `head_start` on
     of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines. If `row_tokens` tokens
-    share a row of a compressed cache, the tensors' `block_size` and the interleave count rows.
+    share a row of a compressed cache, the tensors' `block_size` and the interleave count rows. `scales[layer][part]`
+    are those of numbers in fp8: one, or one for each head of this rank. Numbers are converted for engines that have
+    other types only if they are given; `PartGeometry` says how the engine must store them.
 
     Raises:
-        GeometryError: no layer, tensors that are not alike or not of four axes, or heads beyond `total_heads`.
+        GeometryError: no layer, tensors that are not alike or not of four axes, heads beyond `total_heads`, or a layer,
+            a part or a head without a scale.
     """
     require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
     for layer, tensors in caches.items():
@@ -93,6 +98,8 @@ def cache_group(
             "a cache group has one or two tensors a layer, alike in all layers", found=shown
         )
     tensors = caches[layers[0]]
+    if scales is not None and set(scales) != set(layers):
+        raise GeometryError("scales are given for each layer", layers=layers, scaled=sorted(scales))
     views = {layer: tuple(view_of(tensor) for tensor in caches[layer]) for layer in layers}
     parts = tuple(
         PartGeometry(
@@ -102,8 +109,11 @@ def cache_group(
             head_stop=head_start + view.num_heads,
             head_dim=view.head_dim,
             item_size_bytes=view.item_size_bytes,
+            element=_element(tensor),
         )
-        for name, view in zip(PART_NAMES[len(tensors)], views[layers[0]], strict=True)
+        for name, tensor, view in zip(
+            PART_NAMES[len(tensors)], tensors, views[layers[0]], strict=True
+        )
     )
     geometry = GroupGeometry(
         block_size=views[layers[0]][0].block_size,
@@ -113,6 +123,10 @@ def cache_group(
         dcp_rank=context_parallel.rank,
         interleave_tokens=context_parallel.interleave_tokens,
         row_tokens=row_tokens,
+        scales=tuple(
+            tuple(tuple(map(float, part)) for part in found)
+            for _, found in sorted((scales or {}).items())
+        ),
     )
     return CacheGroup(
         geometry=geometry,
@@ -121,6 +135,12 @@ def cache_group(
         dtype=str(tensors[0].dtype).removeprefix("torch."),
         memory=tuple(tensor for layer in layers for tensor in caches[layer]),
     )
+
+
+def _element(tensor: torch.Tensor) -> str:
+    """Return a tensor's type as `PartGeometry.element`; "" if it cannot be converted."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name if name in ELEMENTS else ""
 
 
 def _check_layer(layer: object, tensors: object) -> None:

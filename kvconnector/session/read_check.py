@@ -20,10 +20,10 @@ def check_route(hello: m.Hello, mine: RankGeometry) -> Route:
         IncompatiblePeerError: a segment names a cache group, parts, layers, heads or tokens that this rank does not
             hold, or there are too many of them.
     """
-    for segment in hello.segments:
-        _check_segment(segment, mine.groups)
     peer = Rank(hello.pp_rank, hello.tp_rank)
     theirs = hello.geometry.groups_of(peer)
+    for segment in hello.segments:
+        _check_segment(segment, mine.groups, theirs)
     return make_route(peer, hello.segments, mine.groups, theirs)
 
 
@@ -86,7 +86,9 @@ def check_read(
     return source
 
 
-def _check_segment(segment: Segment, groups: Sequence[GroupGeometry]) -> None:
+def _check_segment(
+    segment: Segment, groups: Sequence[GroupGeometry], theirs: Sequence[GroupGeometry]
+) -> None:
     """Raises IncompatiblePeerError: a rank with these cache groups does not hold the segment."""
     if segment.group >= len(groups):
         raise IncompatiblePeerError("no such cache group", group=segment.group, have=len(groups))
@@ -95,12 +97,16 @@ def _check_segment(segment: Segment, groups: Sequence[GroupGeometry]) -> None:
         families = len(group.families)
         raise IncompatiblePeerError("no such part family", family=segment.family, have=families)
     family = group.families[segment.family]
+    head_token_bytes = family.head_token_bytes
+    if segment.group < len(theirs) and segment.family < len(theirs[segment.group].families):
+        other = theirs[segment.group].families[segment.family]
+        head_token_bytes = min(head_token_bytes, other.head_token_bytes)
     shape = (segment.num_parts, segment.head_token_bytes)
-    if shape != (family.num_parts, family.head_token_bytes):
+    if shape != (family.num_parts, head_token_bytes):
         raise IncompatiblePeerError(
             "the parts of this family have another number or size here",
             asked=shape,
-            have=(family.num_parts, family.head_token_bytes),
+            have=(family.num_parts, head_token_bytes),
         )
     if not family.head_start <= segment.head_start < segment.head_stop <= family.head_stop:
         raise IncompatiblePeerError(

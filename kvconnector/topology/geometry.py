@@ -20,6 +20,9 @@ from kvconnector.layout import ContextParallel
 from kvconnector.layout.watermark import MAX_LAYERS
 
 MAX_BLOCK_SIZE = 1 << 20
+FP8_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
+ELEMENTS = {"float16": 2, "bfloat16": 2, **dict.fromkeys(FP8_ELEMENTS, 1)}
+"""Types of elements that can be converted, by torch's names, and their bytes."""
 REPLICAS_BY_INDEX = 1
 """The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
 _DIGEST_BYTES = 8
@@ -30,7 +33,12 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
     share in global head numbering. `memory_order` is as `layout.memory_orders` returns it, or empty if it is not known.
-    Raises GeometryError: the head range is empty or beyond the model's heads, or a size is below one.
+    `element` is the type of the elements, one of `ELEMENTS`, if they are numbers that another engine may have in
+    another type. An fp8 number times its scale in `GroupGeometry.scales` is a value; the engine divides a value by the
+    scale in single precision, rounds it to nearest, and saturates. Empty: elements are moved as bytes.
+
+    Raises GeometryError: the head range is empty or beyond the model's heads, a size is below one, or the
+    element's type has another size.
     """
 
     name: str
@@ -40,6 +48,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     head_dim: int
     item_size_bytes: int
     memory_order: Annotated[str, Meta(max_length=6, pattern="^[LB2HND]*$")] = ""
+    element: Annotated[str, Meta(max_length=32, pattern="^[a-z0-9_]*$")] = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.head_start < self.head_stop <= self.total_heads:
@@ -48,6 +57,8 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             )
         sizes = {"head_dim": self.head_dim, "item_size_bytes": self.item_size_bytes}
         require_at_least(1, GeometryError, **sizes)
+        if ELEMENTS.get(self.element, self.item_size_bytes) != self.item_size_bytes:
+            raise GeometryError("elements of this type have another size", part=self)
 
     @property
     def num_heads(self) -> int:
@@ -177,7 +188,7 @@ class GroupGeometry(
 
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
     """Return the values of a group that must be equal on all ranks of an engine."""
-    parts = [(part.name, *part.model_key) for part in group.parts]
+    parts = [(part.name, *part.model_key, part.element) for part in group.parts]
     return (group.block_size, group.dcp_size, group.interleave_tokens, group.row_tokens, parts)
 
 
@@ -207,7 +218,8 @@ _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]
 
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name; `replica_rule` is
-    the newest rule that it knows of those by which consumers choose among replicas.
+    the newest rule that it knows of those by which consumers choose among replicas. `converts` is False if its setting
+    `convert` forbids that elements change type on the way.
 
     The last `num_optional` cache groups are optional: another engine may lack them, and then they are not transferred,
     in either direction. Two engines must agree on all groups up to the end of the shorter list. So an engine registers
@@ -226,6 +238,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     verify: str = "none"
     replica_rule: int = REPLICAS_BY_INDEX
     num_optional: int = 0
+    converts: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(1, GeometryError, tp_size=self.tp_size, pp_size=self.pp_size)
@@ -345,7 +358,7 @@ def agreed_values(engine: EngineGeometry, num_groups: int) -> dict[str, object]:
             "item_size_bytes": _joined(sizes),
             "row_tokens": engine.ranks[0].groups[index].row_tokens,
         }
-        if scales := _scales(engine, index):
+        if scales := scales_of(engine, index):
             group["scales"] = scales
         end = f"_{index}" if num_groups > 1 else ""
         values |= {name + end: value for name, value in group.items()}
@@ -357,7 +370,7 @@ def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 
-def _scales(engine: EngineGeometry, index: int) -> str:
+def scales_of(engine: EngineGeometry, index: int) -> str:
     """Return the scales of a group on all ranks as text, which is short and equal only if they are; "" if some rank
     with layers of the group does not state them.
     """

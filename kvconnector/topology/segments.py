@@ -26,7 +26,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
     `layers` are global indices, adjacent in both ranks' holdings; `[head_start, head_stop)` are global heads; `stripe`
     selects the tokens. A layer has `num_parts` parts (2 for K and V), and `head_token_bytes` is the size of one head of
-    one token of a part. `order` is the element order inside a chunk, which the rank that reads chooses.
+    one token of a part in a message, which has the narrower elements if the two ranks' differ. `order` is the element
+    order inside a chunk, which the rank that reads chooses.
     """
 
     group: Index

@@ -33,6 +33,13 @@ from fractions import Fraction
 from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
 from kvconnector.ids import Rank
 from kvconnector.layout import common_stripes
+from kvconnector.topology.conversion import (
+    elements_text,
+    explains,
+    is_converted,
+    numbers_differ,
+    obstacle,
+)
 from kvconnector.topology.geometry import (
     EngineGeometry,
     RankGeometry,
@@ -140,7 +147,7 @@ class TpKVTopology:
         found: dict[Rank, list[Segment]] = {}
         for share in stage_shares(self.geometry.groups, remote):
             for source, heads in self._assigned(share, sources):
-                found.setdefault(source, []).extend(self._segments(share, heads))
+                found.setdefault(source, []).extend(self._segments(share, heads, remote))
         return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
@@ -176,7 +183,8 @@ class TpKVTopology:
 
     def check_compatible(self, remote: EngineGeometry) -> None:
         """Refuse an engine whose cache differs from ours in meaning. Remember one that passes by its id, the newest
-        `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ.
+        `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ, and the types
+        and scales of elements that are converted on the way.
 
         Raises:
             IncompatiblePeerError: the engines disagree in the values that the error names, or the tokens of their
@@ -190,11 +198,13 @@ class TpKVTopology:
             for name, value in ours.items()
             if name in theirs and value != theirs[name]
         }
+        reasons = self._settle_elements(remote, differing)
         if differing:
             raise IncompatiblePeerError(
                 "the engines cannot exchange blocks, give both the same: they disagree in "
                 + ", ".join(differing)
-                + _reason(differing),
+                + _reason(differing)
+                + reasons,
                 **differing,
             )
         try:
@@ -281,8 +291,15 @@ class TpKVTopology:
         groups = range(self.engine.num_common(remote))
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
         how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
+        converted = self._converted(remote)
+        if converted and not self.needs_relayout(remote):
+            how = "keep their layout"
         ratios = f"tp {self.tp_ratio(remote)}, pp {self.pp_ratio(remote)}"
-        return f"{ratios}, block size {', '.join(sizes)}; blocks {how}"
+        types = "".join(
+            f"; {elements_text(remote, index)} there, {elements_text(self.engine, index)} here: converted on the way"
+            for index in converted
+        )
+        return f"{ratios}, block size {', '.join(sizes)}; blocks {how}{types}"
 
     def memory_order(self, group: int = 0) -> str:
         """Return the axes of a cache group's first part in memory, slowest first, as `layout.memory_orders` names them.
@@ -323,9 +340,44 @@ class TpKVTopology:
             raise LocalError("no such engine was met", engine=engine_id, met=list(self._remotes))
         return self._remotes[engine_id]
 
+    def _converted(self, remote: EngineGeometry) -> list[int]:
+        """Return the cache groups whose elements are converted."""
+        groups = range(self.engine.num_common(remote))
+        return [index for index in groups if is_converted(self.engine, remote, index)]
+
+    def _settle_elements(
+        self, remote: EngineGeometry, differing: dict[str, dict[str, object]]
+    ) -> str:
+        """Take out of the values in which the engines differ those of elements that are converted, and add types that
+        are not. Returns why they are not, as the end of a sentence.
+        """
+        engines, num_common = (self.engine, remote), self.engine.num_common(remote)
+        converted, reasons = self._converted(remote), ""
+        for index in range(num_common):
+            end = f"_{index}" if num_common > 1 else ""
+            if index in converted:
+                differing.pop("item_size_bytes" + end, None)
+                differing.pop("scales" + end, None)
+            elif numbers_differ(self.engine, remote, index):
+                elements = [elements_text(engine, index) for engine in engines]
+                if elements[0] != elements[1]:
+                    ids = [engine.engine_id for engine in engines]
+                    differing["elements" + end] = dict(zip(ids, elements, strict=True))
+                reasons += f"; {obstacle(self.engine, remote, index)}"
+        if converted and all(explains(one.model.dtype, one, range(num_common)) for one in engines):
+            differing.pop("dtype", None)
+        return reasons
+
     def _check_same_parts(self, remote: EngineGeometry) -> None:
-        ours, theirs = parts_of(self.geometry), parts_of(remote.ranks[0])
         num_common = self.engine.num_common(remote)
+        converted = self._converted(remote)
+        ours, theirs = (
+            [
+                [part[:-1] if index in converted else part for part in parts]
+                for index, parts in enumerate(parts_of(rank))
+            ]
+            for rank in (self.geometry, remote.ranks[0])
+        )
         required = max(self.engine.num_required, remote.num_required)
         if required > num_common or ours[:num_common] != theirs[:num_common]:
             raise IncompatiblePeerError(
@@ -347,8 +399,11 @@ class TpKVTopology:
             assigned.append((rank, range(start, heads.stop)))
         return assigned
 
-    def _segments(self, share: StageShare, heads: range) -> Iterator[Segment]:
+    def _segments(
+        self, share: StageShare, heads: range, remote: EngineGeometry
+    ) -> Iterator[Segment]:
         family = self.geometry.groups[share.group].families[share.family]
+        theirs = remote.ranks[0].groups[share.group].families[share.family]
         for stripe in share.stripes:
             yield Segment(
                 group=share.group,
@@ -357,7 +412,7 @@ class TpKVTopology:
                 num_parts=family.num_parts,
                 head_start=heads.start,
                 head_stop=heads.stop,
-                head_token_bytes=family.head_token_bytes,
+                head_token_bytes=min(family.head_token_bytes, theirs.head_token_bytes),
                 stripe=stripe,
             )
 

@@ -34,6 +34,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     verify: str = "none"
     replica_rule: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     num_optional: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    converts: bool = True
 
     def __post_init__(self) -> None:
         num_ranks, num_holdings = self.tp_size * self.pp_size, len(self.holdings)

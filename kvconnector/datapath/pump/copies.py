@@ -30,6 +30,7 @@ from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.records import DIGEST_BYTES, num_words
 from kvconnector_kernels.relayout import (
+    Conversion,
     ElementOrder,
     PackedSide,
     RelayoutError,
@@ -141,7 +142,7 @@ class Copies:
         """
 
     def words_of(
-        self, src: Side, dst: Side, geometry: CopyGeometry
+        self, src: Side, dst: Side, geometry: CopyGeometry, conversion: Conversion | None = None
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return `words` and `words_of_a_token` of a lane between these sides, see `Lane`. `geometry` has no parts and
         no tokens.
@@ -229,11 +230,12 @@ class Copies:
 
     def _chunk_lanes(self, route: Route, packing: bool) -> tuple[Lane, ...]:
         lanes = []
-        for segment in route.here:
+        for index, segment in enumerate(route.here):
             window = Window(self.pools.tables[segment.group, segment.family], segment)
             slot = self._slots[segment.order]
             src, dst = (window, slot) if packing else (slot, window)
-            lanes.append(self._lane(src, dst, segment))
+            conversion = self._conversion(route, index, window, packing)
+            lanes.append(self._lane(src, dst, segment, conversion))
         if len(self._lanes) >= _MAX_ROUTES:
             del self._lanes[next(iter(self._lanes))]
         self._lanes[route, packing] = tuple(lanes)
@@ -241,24 +243,45 @@ class Copies:
 
     def _read_lanes(self, route: Route, remote: RemotePools) -> tuple[Lane, ...]:
         lanes = []
-        for theirs, ours in zip(route.there, route.here, strict=True):
+        for index, (theirs, ours) in enumerate(zip(route.there, route.here, strict=True)):
             table = remote.tables.get((theirs.group, theirs.family))
             if table is None:
                 where = f"group {theirs.group}, family {theirs.family}"
                 raise RelayoutError(f"no part table of {where}")
             own = self.pools.tables[ours.group, ours.family]
-            lanes.append(self._lane(Window(table, theirs), Window(own, ours), ours))
+            window = Window(own, ours)
+            conversion = self._conversion(route, index, window)
+            lanes.append(self._lane(Window(table, theirs), window, ours, conversion))
         found = remote.lanes[route] = tuple(lanes)
         return found
 
+    def _conversion(
+        self, route: Route, index: int, window: Window, packing: bool | None = None
+    ) -> Conversion | None:
+        """Return how the elements of a route's segment change type in a direct read, or when chunks are packed or
+        unpacked here, with scales for all rows of a window's table.
+        """
+        asked = route.conversions[index] if route.conversions else None
+        if asked is None or packing not in (None, asked.when_packing):
+            return None
+        num_rows, num_heads, _ = asked.scales.shape
+        scales = np.ones((window.table.num_parts, num_heads, 2), np.float32)
+        scales[window.segment.first_row : window.segment.first_row + num_rows] = asked.scales
+        return Conversion(asked.src_element, asked.dst_element, scales, self.pools.device)
+
     def _lane(
-        self, src: Window | PackedSide, dst: Window | PackedSide, segment: SegmentWindow
+        self,
+        src: Window | PackedSide,
+        dst: Window | PackedSide,
+        segment: SegmentWindow,
+        conversion: Conversion | None,
     ) -> Lane:
         """Raises RelayoutError: the sides do not hold these heads, or differ in what a token of a head is."""
         source, target = (end if isinstance(end, PackedSide) else end.side() for end in (src, dst))
         counts = {"num_parts": 0, "num_heads": segment.num_heads, "num_tokens": 0}
-        words = self.words_of(source, target, check_copy(source, target, **counts))
-        return Lane(src, dst, segment.num_heads, segment.part_token_bytes, *words)
+        geometry = check_copy(source, target, conversion, **counts)
+        words = self.words_of(source, target, geometry, conversion)
+        return Lane(src, dst, segment.num_heads, segment.part_token_bytes, *words, conversion)
 
 
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:

@@ -29,15 +29,16 @@ from kvconnector_kernels.pump.records import (
     num_words,
     word_of,
 )
-from kvconnector_kernels.relayout import Side
+from kvconnector_kernels.relayout import Conversion, Side
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
 logger = logging.getLogger(__name__)
 
 _PAGE = 4096
-_NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC, _DST = (
-    word_of(CopyJob, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
+_NBYTES, _NUM_PARTS, _IS_STREAMED, _SCALES, _SRC, _DST = (
+    word_of(CopyJob, name)
+    for name in ("nbytes", "num_parts", "is_streamed", "scales", "src", "dst")
 )
 _ROWS, _IDS, _START, _SKIP = (
     word_of(SideRecord, name) for name in ("parts", "block_ids", "token_start", "skip_tokens")
@@ -75,9 +76,11 @@ class CpuCopies(Copies):
         self._min_shared_bytes = min_shared_bytes
         self._threads: CopyThreads | None = None
 
-    def words_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> tuple[list[int], list[int]]:
+    def words_of(
+        self, src: Side, dst: Side, geometry: CopyGeometry, conversion: Conversion | None = None
+    ) -> tuple[list[int], list[int]]:
         empty, one = (geometry._replace(num_parts=1, num_tokens=count) for count in (0, 1))
-        words, more = job_of(src, dst, empty), job_of(src, dst, one)
+        words, more = (job_of(src, dst, each, conversion=conversion) for each in (empty, one))
         return words, [after - before for before, after in zip(words, more, strict=True)]
 
     def make_jobs(
@@ -86,6 +89,7 @@ class CpuCopies(Copies):
         held = [array("i", group.wire_ids) for group in blocks]
         ids = [each.buffer_info()[0] for each in held]
         words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
+        lanes = []
         for span in self.chunk_spans(source, blocks, ids, packing=packing):
             words[span.chunks] = job = _job_of(span)
             edges = np.array(span.rows, np.int64)
@@ -93,11 +97,14 @@ class CpuCopies(Copies):
             words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
             rows = (_SRC if packing else _DST) + _ROWS
             words[span.chunks, rows] = edges[:-1] * ROW_BYTES + job[rows]
+            if span.lane.conversion is not None:
+                lanes.append(span.lane)
+                words[span.chunks, _SCALES] += edges[:-1] * span.lane.conversion.row_bytes
         if not packing and source.total_bytes >= self._min_streamed_bytes:
             words[:, _IS_STREAMED] = 1
         if self.digests is not None:
             words[:, _NBYTES] += DIGEST_BYTES
-        return Jobs(address_of(words), None, (words, held))
+        return Jobs(address_of(words), None, (words, held, lanes))
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         # numpy takes several times as long to make an array and to give its address
@@ -107,6 +114,7 @@ class CpuCopies(Copies):
         if self._threads is not None and nbytes >= self._min_shared_bytes:
             num_helpers = self._threads.num_idle()
         piece_bytes = PIECE_BYTES if nbytes >= MIN_SHARED_BYTES else nbytes
+        lanes = []
         numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else piece_bytes, num_helpers]
         for span in self.read_spans(read, remote, ids):
             (part, stop), job = span.rows, _job_of(span)
@@ -114,12 +122,15 @@ class CpuCopies(Copies):
             job[_NBYTES] *= stop - part
             job[_SRC + _ROWS] += part * ROW_BYTES
             job[_DST + _ROWS] += part * ROW_BYTES
+            if span.lane.conversion is not None:
+                lanes.append(span.lane)
+                job[_SCALES] += part * span.lane.conversion.row_bytes
             numbers += job
         numbers[0] = num_jobs = (len(numbers) - _READ_WORDS) // _JOB_WORDS
         if nbytes >= self._min_streamed_bytes:
             numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
         words = array("q", numbers)
-        return Jobs(words.buffer_info()[0], None, (words, held))
+        return Jobs(words.buffer_info()[0], None, (words, held, lanes))
 
     def prepare(self, remote: RemotePools) -> None:
         if self._threads is not None or self._num_threads == 1:

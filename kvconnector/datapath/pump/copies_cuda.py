@@ -15,6 +15,7 @@ from kvconnector.datapath.base import function_address
 from kvconnector.datapath.device_memory import FENCE_WORDS, Fences, addresses_of, await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.lanes import Lane, Span
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     Copies,
@@ -37,7 +38,14 @@ from kvconnector_kernels.pump.records import (
     CudaRead,
     num_words,
 )
-from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError, Side
+from kvconnector_kernels.relayout import (
+    BlockIdsAt,
+    Conversion,
+    PagedSide,
+    PartTable,
+    RelayoutError,
+    Side,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -132,14 +140,15 @@ class CudaCopies(Copies):
         try:
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
-            for span in self.chunk_spans(source, blocks, ids, packing=packing):
+            spans = list(self.chunk_spans(source, blocks, ids, packing=packing))
+            for span in spans:
                 self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
             buffer.give_back()
             raise
         if self.digests is not None:
             words[:, 0] += DIGEST_BYTES
-        return Jobs(address_of(words), buffer, words)
+        return Jobs(address_of(words), buffer, (words, _converting(spans)))
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids right before its launches."""
@@ -157,7 +166,7 @@ class CudaCopies(Copies):
         except BaseException:
             buffer.give_back()
             raise
-        return Jobs(address_of(memory), buffer, memory)
+        return Jobs(address_of(memory), buffer, (memory, _converting(spans)))
 
     def some_ids(self) -> BlockIdsAt:
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises
@@ -196,6 +205,8 @@ class CudaCopies(Copies):
         try:
             for key in remote.tables.keys() & self.pools.tables.keys():
                 src, dst = remote.tables[key], self.pools.tables[key]
+                if src.item_size_bytes != dst.item_size_bytes:
+                    continue  # only a route says how elements are converted: the first read compiles that
                 self._prepare_read(src, dst, min(src.num_heads, dst.num_heads))
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
@@ -248,11 +259,19 @@ class CudaCopies(Copies):
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return buffer, places
 
-    def _prepare(self, src: Side, dst: Side, num_heads: int, num_tokens: int) -> PreparedLaunch:
+    def _prepare(
+        self,
+        src: Side,
+        dst: Side,
+        num_heads: int,
+        num_tokens: int,
+        conversion: Conversion | None = None,
+    ) -> PreparedLaunch:
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        launch = prepare_launch(src, dst, num_heads=num_heads, num_tokens=num_tokens)
+        counts = {"num_heads": num_heads, "num_tokens": num_tokens}
+        launch = prepare_launch(src, dst, **counts, conversion=conversion)
         if launch.kernel.function not in self._checked:
             self._check_parameters(launch.kernel)
             self._checked.add(launch.kernel.function)
@@ -270,6 +289,11 @@ class CudaCopies(Copies):
         if found != list(kernel.param_bytes) or len(found) > MAX_PARAMS:
             expected = kernel.param_bytes
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
+
+
+def _converting(spans: Sequence[Span]) -> list[Lane]:
+    """Return the lanes whose memory launches read until they have run."""
+    return [span.lane for span in spans if span.lane.conversion is not None]
 
 
 class CopyStreams:

@@ -13,7 +13,7 @@ from kvconnector.datapath.lanes import Lane, Span, Tokens, Window
 from kvconnector.datapath.pump.copies import address_of
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.copy_cuda import fill_jobs
-from kvconnector_kernels.relayout import PackedSide, PartTable, Side
+from kvconnector_kernels.relayout import Conversion, PackedSide, PartTable, Side
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ class Launches:
     """
 
     def __init__(
-        self, prepare: Callable[[Side, Side, int, int], PreparedLaunch], max_programs: int
+        self,
+        prepare: Callable[[Side, Side, int, int, Conversion | None], PreparedLaunch],
+        max_programs: int,
     ) -> None:
         self._prepare = prepare
         self._max_programs = max_programs
@@ -83,7 +85,7 @@ class Launches:
         kinds = _kind(lane.src, span.src), _kind(lane.dst, span.dst)
         if None in kinds:
             return self._prepared(span)
-        key = (lane.num_heads, num_tokens & -num_tokens, *kinds)
+        key = (lane.num_heads, num_tokens & -num_tokens, *kinds, lane.conversion)
         job = self._jobs.get(key)
         if job is None:
             job = self._prepared(span)
@@ -95,7 +97,8 @@ class Launches:
     def _prepared(self, span: Span) -> _Job:
         lane = span.lane
         sides = _side(lane.src, span.src), _side(lane.dst, span.dst)
-        return _job_for(span, self._prepare(*sides, lane.num_heads, span.num_tokens))
+        launch = self._prepare(*sides, lane.num_heads, span.num_tokens, lane.conversion)
+        return _job_for(span, launch)
 
 
 def _first_part(end: Window | PackedSide) -> int:
@@ -149,7 +152,11 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
     """Return the amounts that each further token adds to the strides of a slot."""
     paged = lane.src if isinstance(lane.src, Window) else lane.dst
     assert isinstance(paged, Window)  # no copy is between two slots
-    shape = paged.table.head_dim, paged.table.item_size_bytes
+    item = paged.table.item_size_bytes
+    if (conversion := lane.conversion) is not None:
+        is_read = slot is lane.src
+        item = conversion.src_item_bytes if is_read else conversion.dst_item_bytes
+    shape = paged.table.head_dim, item
     none, one = (
         slot.strides_bytes(CopyGeometry(1, lane.num_heads, count, *shape)) for count in (0, 1)
     )

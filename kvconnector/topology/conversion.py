@@ -1,0 +1,159 @@
+"""Elements whose type or scales differ between two engines: which of them are converted on the way, and why others not.
+
+A part states the type of its elements if these are numbers of one of `geometry.ELEMENTS`. Others are bytes without a
+meaning here: planes of values and scales, packed formats, states. An fp8 number times its scale is its value; the group
+states the scales. A copy converts: a direct read, or at one end of a packed read, so that what travels is the narrower
+of both types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.topology.geometry import (
+    FP8_ELEMENTS,
+    EngineGeometry,
+    GroupGeometry,
+    PartGeometry,
+    scales_of,
+)
+from kvconnector.topology.segments import Segment
+
+_CACHE_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Engines' names of caches' types that are not the names of elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentConversion:
+    """How a segment's elements change type. `scales` is float32 `[row, head, 2]` over its (layer, part) rows and heads:
+    the producer's scale, then the consumer's. `when_packing`: the producer converts packed reads.
+    """
+
+    src_element: str
+    dst_element: str
+    scales: npt.NDArray[np.float32]
+    when_packing: bool
+
+
+def segment_conversion(
+    segment: Segment, src: GroupGeometry, dst: GroupGeometry
+) -> SegmentConversion | None:
+    """Return how a segment changes between a producer rank's group and a consumer rank's, which `obstacle` found
+    nothing against; None if its elements are copied as they are.
+    """
+    families = src.families[segment.family], dst.families[segment.family]
+    theirs, ours = (family.element for family in families)
+    if not theirs or not ours:
+        return None
+    scales = [_segment_scales(segment, group) for group in (src, dst)]
+    if theirs == ours:
+        stated = [each for each in scales if each is not None]
+        if len(stated) < 2 or np.array_equal(stated[0], stated[1]):
+            return None
+    shape = len(segment.layers) * segment.num_parts, segment.head_stop - segment.head_start
+    found = [np.ones(shape, np.float32) if each is None else each for each in scales]
+    when_packing = families[1].item_size_bytes <= families[0].item_size_bytes
+    return SegmentConversion(theirs, ours, np.stack(found, axis=2), when_packing)
+
+
+def _segment_scales(segment: Segment, group: GroupGeometry) -> npt.NDArray[np.float32] | None:
+    """Return the scales `[row, head]` of a group's fp8 numbers in a segment; None if it has none."""
+    family = group.families[segment.family]
+    if family.element not in FP8_ELEMENTS or not group.scales:
+        return None
+    heads = slice(segment.head_start - family.head_start, segment.head_stop - family.head_start)
+    first = group.layers.index(segment.layers[0])
+    rows = [
+        np.broadcast_to(np.array(layer[part], np.float32), family.num_heads)[heads]
+        for layer in group.scales[first : first + len(segment.layers)]
+        for part in family.part_indices
+    ]
+    return np.stack(rows)
+
+
+def is_converted(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> bool:
+    """Return True if a cache group's numbers differ between two engines, and are converted on the way."""
+    return numbers_differ(ours, theirs, index) and not obstacle(ours, theirs, index)
+
+
+def numbers_differ(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> bool:
+    """Return True if a cache group's elements have another size, type or scale in two engines. What one of them does
+    not state may be the other's.
+    """
+    stated = [scales_of(engine, index) for engine in (ours, theirs)]
+    return (all(stated) and stated[0] != stated[1]) or any(
+        mine.item_size_bytes != other.item_size_bytes
+        or (mine.element and other.element and mine.element != other.element)
+        for mine, other in _pairs(ours, theirs, index)
+    )
+
+
+def obstacle(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> str:
+    """Return why a cache group's numbers cannot be converted between two engines, as a clause; "" if they can."""
+    for engine in (ours, theirs):
+        group = engine.ranks[0].groups[index]
+        elements = [{group.parts[i].element for i in f.part_indices} for f in group.families]
+        name = engine.engine_id
+        if unknown := [part.name for part in group.parts if not part.element]:
+            return (
+                f"the elements of {', '.join(unknown)} in {name} have no type that can be converted"
+            )
+        if any(len(family) > 1 for family in elements):
+            return f"parts of one size have several types in {name}"
+        if not {*FP8_ELEMENTS}.isdisjoint(*elements) and not _are_scales_known(engine, index):
+            return f"{name} does not state a scale above 0 for each part of its fp8 numbers"
+    for mine, other in _pairs(ours, theirs, index):
+        if mine.element != other.element and {mine.element, other.element}.isdisjoint(FP8_ELEMENTS):
+            return f"{mine.element} and {other.element} are not converted, since neither is fp8"
+    families = [
+        [family.part_indices for family in engine.ranks[0].groups[index].families]
+        for engine in (ours, theirs)
+    ]
+    if families[0] != families[1]:
+        return "parts of one size in one engine have several sizes in the other"
+    for engine in (ours, theirs):
+        if not engine.converts:
+            return f"convert=never in {engine.engine_id}"
+    return ""
+
+
+def elements_text(engine: EngineGeometry, index: int) -> str:
+    """Return a cache group's types for people, as "bfloat16"."""
+    parts = engine.ranks[0].groups[index].parts
+    return " and ".join(
+        dict.fromkeys(part.element or f"{part.item_size_bytes} bytes" for part in parts)
+    )
+
+
+def explains(dtype: str, engine: EngineGeometry, indices: Sequence[int]) -> bool:
+    """Return True if an engine's `ModelDescription.dtype` is no more than the type of the elements of these groups."""
+    element = _CACHE_DTYPES.get(dtype, dtype)
+    return any(
+        part.element == element for index in indices for part in engine.ranks[0].groups[index].parts
+    )
+
+
+def _pairs(
+    ours: EngineGeometry, theirs: EngineGeometry, index: int
+) -> list[tuple[PartGeometry, PartGeometry]]:
+    return list(
+        zip(ours.ranks[0].groups[index].parts, theirs.ranks[0].groups[index].parts, strict=False)
+    )
+
+
+def _are_scales_known(engine: EngineGeometry, index: int) -> bool:
+    held = [groups[index] for stage in engine.holdings for groups in stage]
+    return all(
+        bool(group.scales) and all(0 < s < inf for layer in group.scales for p in layer for s in p)
+        for group in held
+        if group.layers
+    )
