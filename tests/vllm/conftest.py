@@ -1,10 +1,25 @@
 import importlib.util
+import logging
 from contextlib import ExitStack, closing
 
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def log_reaches_the_test(monkeypatch):
+    """A connector shares vLLM's handlers and then propagates nothing, which would hide the log of the first test that
+    makes one from `caplog`. A handler of ours keeps it from that, as an operator's would.
+    """
+    ours = logging.getLogger("kvconnector")
+    monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(ours, "propagate", True)
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    yield ours
+    ours.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """A decode engine reads prompts while a prefill engine computes them, a part per step."""
 
-import logging
 from contextlib import closing, contextmanager
 from cProfile import Profile
 from functools import partial
@@ -438,14 +437,13 @@ WRONG = {
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_streamed_prompt_of_another_request_is_not_used(model, name, policy, caplog, monkeypatch):
+def test_a_streamed_prompt_of_another_request_is_not_used(model, name, policy, caplog):
     """As if a router had given both engines the same name of a transfer, but two requests."""
     theirs, ours, differs = WRONG[name]
     change = ours.get("tokens", list)
     ours = {key: value for key, value in ours.items() if key != "tokens"}
     with acquainted(model, policy=policy) as (producer, consumer, address):
         consumer.may_fail = True
-        monkeypatch.setattr(logging.getLogger("kvconnector"), "propagate", True)
         prompt = producer.world.add_with(
             LENGTH, DECODE | w.TRANSFER, max_tokens=1, prompt=1, **theirs
         )
