@@ -13,6 +13,8 @@ _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})"
 )
 _MAX_PORT = 65535
+_MAX_NAME = 253
+"""Characters of a host name (RFC 1035)."""
 
 
 class HostPort(NamedTuple):
@@ -39,6 +41,8 @@ def parse_address(address: str) -> HostPort:
         raise ConfigError(f"port of a control address must be 1 to {_MAX_PORT}", address=address)
     if match["v6"]:
         _parse_ip(host, address=address)
+    else:
+        _check_name(host)
     if is_wildcard(host):
         raise ConfigError("host of a control address is a wildcard", address=address)
     return HostPort(host, port)
@@ -61,6 +65,23 @@ def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPo
         advertise_host = literal
     parse_address(str(HostPort(advertise_host, 1)))
     return HostPort(literal, port), advertise_host
+
+
+def _check_name(host: str) -> None:
+    """Refuse what no name server would be asked for, which would fail only when a connection's time is up."""
+    if len(host.removesuffix(".")) > _MAX_NAME:
+        raise ConfigError(
+            f"host of a control address has more than {_MAX_NAME} characters",
+            characters=len(host),
+            begins_with=host[:40],
+        )
+    try:
+        host.encode("idna")
+    except UnicodeError as exc:
+        raise ConfigError(
+            "host of a control address has a label that is empty, longer than 63 characters, or not permitted",
+            host=host,
+        ) from exc
 
 
 def _parse_ip(host: str, **context: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

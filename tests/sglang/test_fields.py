@@ -104,13 +104,28 @@ def test_the_prefill_queue_admits_only_rooms_that_the_metadata_can_hold(queues, 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_well_formed_requests_are_admitted(queues, side):
-    for change in ({}, {"rank": 3}, {"host": "::1"}, {"host": "[fe80::1]"}, {"host": "p-0.p"}):
+    for change in (
+        {},
+        {"rank": 3},
+        {"host": "::1"},
+        {"host": "[fe80::1]"},
+        {"host": "p-0.p"},
+        {"host": "x" * 63},
+    ):
         assert _ask(queues[side], GOOD | change) is None
 
 
 @pytest.mark.parametrize(
     "field, value, text",
-    [("room", 0, "bootstrap_room"), ("host", None, "bootstrap_host"), ("port", 0, "no address")],
+    [
+        ("room", 0, "bootstrap_room"),
+        ("host", None, "bootstrap_host"),
+        ("host", "x" * 3000, "no address"),
+        ("host", ".".join(["x" * 50] * 5), "no address"),
+        ("host", "x" * 64, "no address"),
+        ("host", "p..p", "no address"),
+        ("port", 0, "no address"),
+    ],
 )
 def test_the_client_learns_which_field_is_wrong(queues, field, value, text):
     assert text in _ask(queues["decode"], GOOD | {field: value})
