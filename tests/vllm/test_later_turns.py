@@ -74,6 +74,43 @@ def test_a_turn_whose_answer_was_rewritten_loads_what_is_unchanged(world, same, 
         assert [each.block_ids.tolist() for each in load.remote_blocks] == held
 
 
+@pytest.mark.parametrize("opening", [[], [21, 22], [21, 22, 23]])
+def test_every_turn_of_a_chat_without_its_reasoning_loads_what_is_unchanged(world, opening):
+    """Twelve turns after the first. The template ends each prompt with `opening`, and leaves it and the reasoning out
+    of earlier answers, so no prompt begins with all tokens of the decode engine's cache.
+    """
+    decode = world(bidirectional_kv_xfer=True)
+    history, params, loaded, unchanged = [1, 2, 3], {}, [], 0
+    for turn in range(13):
+        history += [100 + turn] * 24  # the user's message, and the header of the answer
+        # another prefill engine each time, which has nothing of its own
+        prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=1)
+        forms = {"prompt_token_ids": history + opening}
+        request = prefill.add(0, {**params, **w.REMOTE_DECODE}, forms=forms, max_tokens=1)
+        news, outputs = prefill.step()
+        loaded += [load.token_ranges for load in news.loads]
+        if news.loads:
+            prefill.step(finished_recving={request.request_id})
+        while not outputs:
+            outputs = prefill.step()[1]
+        answered = decode.add(
+            0, outputs[-1].kv_transfer_params, forms=forms, max_tokens=12, min_tokens=12
+        )
+        decode.step()
+        outputs = decode.step(finished_recving={answered.request_id})[1]
+        while not answered.is_finished():
+            outputs = decode.step()[1]
+        params = outputs[-1].kv_transfer_params
+        if turn:
+            first, reached = loaded[-1][0]
+            assert (len(loaded), first) == (turn, 0)
+            # at most 3 tokens less than were in common with the turn before
+            assert unchanged - 3 <= reached <= unchanged
+        unchanged = len(history)
+        history += answered.output_token_ids[-4:]  # the answer without its reasoning
+    assert len(loaded) == 12
+
+
 def test_a_turn_of_a_model_with_windows_loads_whole_or_not_at_all(world):
     """Of the tokens before an answer the decode engine has no window any more."""
     specs = [attention(), attention(SlidingWindowSpec, sliding_window=48)]

@@ -194,6 +194,7 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
         (3 * c.SIZE, {4, 2, 3}),
         (4 * c.SIZE, {2, 3}),
         (5 * c.SIZE + 1, {3}),
+        (6 * c.SIZE, set()),
         (7 * c.SIZE, set()),
         (None, set()),
     ],

@@ -69,7 +69,7 @@ class FailedParts:
 
     def _blocks_beyond(self, load: LoadRequest, filled_tokens: int) -> set[int]:
         ((start, stop),), (blocks,) = load.token_ranges, load.local_blocks
-        left = range(max(start, min(filled_tokens, stop)), stop)
+        left = range(max(start, filled_tokens), stop)
         size = self._group.cache.geometry.virtual_block_tokens
         ours = blocks.covering(left, size, what="a load's blocks").block_ids
         return {int(block) // self._group.info.kernel_blocks for block in ours}
