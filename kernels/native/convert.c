@@ -6,24 +6,35 @@
  * for the division and for denormals: adding a power of two whose last bit is a denormal's unit rounds to that unit.
  * The mirror of this file is kvconnector_kernels/relayout/triton.py, and relayout/naive.py the oracle of both.
  *
- * Every pair of types is a function of its own without a branch per element, so that compilers make vectors of it.
+ * Every pair of types is a function of its own without a branch per element, so that compilers make vectors of it. A
+ * choice between two results is a mask: of `?:` gcc makes a branch, to leave out the arithmetic of the result that is not
+ * taken, since that might trap. Numbers are compared as signed: they are below 2^31, and SSE2 knows no other comparison.
  */
 #include "kvc.h"
+
+int kvc_vectors = KVC_BASELINE;
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #define WITH_AVX2 __attribute__((target("avx2")))
-static bool has_avx2;
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define AVX_STATE 0x06u    /* of the registers that the system saves */
+#define AVX512_STATE 0xE6u
+#define AVX512_FEATURES (bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL)
 
 /* As `look_for_avx`. */
-__attribute__((constructor)) static void look_for_avx2(void)
+__attribute__((constructor)) static void look_for_vectors(void)
 {
-    unsigned eax, ebx, ecx, edx, enabled;
+    unsigned eax, ebx, ecx, edx, saved, high;
     if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE))
         return;
-    __asm__("xgetbv" : "=a"(enabled), "=d"(edx) : "c"(0));
-    if ((enabled & 6) == 6 && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
-        has_avx2 = (ebx & bit_AVX2) != 0;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
+        return;
+    if ((saved & AVX_STATE) == AVX_STATE && ebx & bit_AVX2)
+        kvc_vectors = KVC_AVX2;
+    if ((saved & AVX512_STATE) == AVX512_STATE && (ebx & AVX512_FEATURES) == AVX512_FEATURES)
+        kvc_vectors = KVC_AVX512;
 }
 #endif
 
@@ -44,14 +55,25 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
+/* All bits, or none. */
+INLINE uint32_t is_less(uint32_t a, uint32_t b)
+{
+    return (uint32_t)-((int32_t)a < (int32_t)b);
+}
+
+INLINE uint32_t choose(uint32_t mask, uint32_t if_set, uint32_t otherwise)
+{
+    return (if_set & mask) | (otherwise & ~mask);
+}
+
 /* The value of a small float whose exponent has five bits or four: its magnitude moved to a float's place. From `special`
  * on it is infinite or NaN, below `normal` denormal, in multiples of `unit`. */
 INLINE float widen(uint32_t sign, uint32_t magnitude, int shift, uint32_t bias, uint32_t normal, float unit,
                    uint32_t special)
 {
     uint32_t bits = (magnitude << shift) + (bias << 23);
-    bits = magnitude < normal ? bits_of((float)(int32_t)magnitude * unit) : bits;
-    bits = magnitude >= special ? magnitude << shift | INFINITE : bits;
+    bits = choose(is_less(magnitude, normal), bits_of((float)(int32_t)magnitude * unit), bits);
+    bits |= ~is_less(magnitude, special) & INFINITE;
     return float_of(sign | bits);
 }
 
@@ -60,11 +82,11 @@ INLINE uint32_t narrow(float value, int shift, uint32_t bias, float smallest, fl
                        uint32_t sign_bit)
 {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
-    uint32_t kept = magnitude < bits_of(max) ? magnitude : bits_of(max);
+    uint32_t kept = choose(is_less(magnitude, bits_of(max)), magnitude, bits_of(max));
     uint32_t normal = (kept + ((1u << (shift - 1)) - 1) + (kept >> shift & 1) - (bias << 23)) >> shift;
     uint32_t denormal = bits_of(float_of(kept) + magic) - bits_of(magic);
-    uint32_t found = (kept < bits_of(smallest) ? denormal : normal) | (bits >> 31) * sign_bit;
-    return magnitude > INFINITE ? nan : found;
+    uint32_t found = choose(is_less(kept, bits_of(smallest)), denormal, normal) | (bits >> 31) * sign_bit;
+    return choose(is_less(INFINITE, magnitude), nan, found);
 }
 
 INLINE float from_f16(uint16_t bits)
@@ -95,7 +117,7 @@ INLINE uint16_t to_f16(float value)
 INLINE uint16_t to_bf16(float value)
 {
     uint32_t bits = bits_of(value), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7FFFFFFFu) > INFINITE ? 0x7FC0 : rounded);
+    return (uint16_t)choose(is_less(INFINITE, bits & 0x7FFFFFFFu), 0x7FC0, rounded);
 }
 
 INLINE uint8_t to_e4m3(float value)
@@ -119,33 +141,40 @@ INLINE uint8_t to_e5m2(float value)
         memcpy(dst + index * (dst_by), &result, sizeof result);                                                        \
     }
 
-#if defined(__x86_64__)
-#define DEFINE_WITH_AVX2(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                    \
-    WITH_AVX2 static void in##_to_##out##_avx2(char *restrict dst, const char *restrict src, int64_t count,            \
-                                               struct kvc_scale scale)                                                 \
+#define DEFINE_DENSE(name, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                  \
+    static void name(char *restrict dst, const char *restrict src, int64_t count, struct kvc_scale scale)              \
     {                                                                                                                  \
         LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, (int64_t)sizeof(dst_type),                     \
              (int64_t)sizeof(src_type))                                                                                \
     }
-#define USE_AVX2(in, out)                                                                                              \
-    if (has_avx2) {                                                                                                    \
+
+#if defined(__x86_64__)
+#define DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                      \
+    WITH_AVX2 DEFINE_DENSE(in##_to_##out##_avx2, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)            \
+    WITH_AVX512 DEFINE_DENSE(in##_to_##out##_avx512, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)
+#define USE_VECTORS(in, out)                                                                                           \
+    if (kvc_vectors == KVC_AVX512) {                                                                                   \
+        in##_to_##out##_avx512(dst, src, count, scale);                                                                \
+        return;                                                                                                        \
+    }                                                                                                                  \
+    if (kvc_vectors == KVC_AVX2) {                                                                                     \
         in##_to_##out##_avx2(dst, src, count, scale);                                                                  \
         return;                                                                                                        \
     }
 #else
-#define DEFINE_WITH_AVX2(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)
-#define USE_AVX2(in, out)
+#define DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)
+#define USE_VECTORS(in, out)
 #endif
 
 #define DEFINE(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                              \
-    DEFINE_WITH_AVX2(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                        \
+    DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                          \
+    DEFINE_DENSE(in##_to_##out##_dense, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                     \
     static void in##_to_##out(char *restrict dst, int64_t dst_step, const char *restrict src, int64_t src_step,        \
                               int64_t count, struct kvc_scale scale)                                                   \
     {                                                                                                                  \
         if (dst_step == sizeof(dst_type) && src_step == sizeof(src_type)) {                                            \
-            USE_AVX2(in, out)                                                                                          \
-            LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, (int64_t)sizeof(dst_type),                 \
-                 (int64_t)sizeof(src_type))                                                                            \
+            USE_VECTORS(in, out)                                                                                       \
+            in##_to_##out##_dense(dst, src, count, scale);                                                             \
             return;                                                                                                    \
         }                                                                                                              \
         LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, dst_step, src_step)                            \

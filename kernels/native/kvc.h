@@ -421,6 +421,8 @@ void kvc_copy_part(const struct kvc_part *dst, const struct kvc_side *dst_side, 
 void kvc_convert_part(const struct kvc_part *dst, const struct kvc_side *dst_side, const struct kvc_part *src,
                       const struct kvc_side *src_side, int64_t num_heads, int64_t first, int64_t last, int64_t head_dim,
                       int64_t conversion, const struct kvc_scale *scales);
+enum { KVC_BASELINE, KVC_AVX2, KVC_AVX512 };
+extern int kvc_vectors; /* what this processor has for elements without gaps; tests try lesser ones */
 void kvc_convert_row(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t count, int64_t conversion,
                      struct kvc_scale scale);
 int64_t kvc_element_bytes(int64_t type);

@@ -1,6 +1,6 @@
 /* Runs the library's sources under a sanitizer, linked with them: test_sanitizers.py builds it and names a part.
  *
- * Races (threads): board, crew, lock, notes. Memory and arithmetic: copies, loop, block_table. Each compares what it gets
+ * Races (threads): board, crew, lock, notes. Memory and arithmetic: copies, conversions, loop, block_table. Each compares what it gets
  * with a naive version, and ends with status 0; what a sanitizer finds ends the process with another one.
  */
 #include "kvc.h"
@@ -245,6 +245,155 @@ static void run_copies(void)
         free_pool(&src);
         free_pool(&dst);
     }
+}
+
+/* ---- conversions: any layouts and types, by every kind of vectors, against a search for the nearest number ---- */
+
+enum { NUM_TYPES = KVC_FLOAT8_E5M2 + 1 };
+static const struct {
+    int item_bytes, mantissa_bits, bias;
+    uint32_t last;     /* the largest magnitude that is a number */
+    uint32_t infinity; /* 0: it has none */
+    uint32_t nan;      /* that is stored */
+} types[NUM_TYPES] = {
+    [KVC_FLOAT16] = {2, 10, 15, 0x7BFF, 0x7C00, 0x7E00},
+    [KVC_BFLOAT16] = {2, 7, 127, 0x7F7F, 0x7F80, 0x7FC0},
+    [KVC_FLOAT8_E4M3] = {1, 3, 7, 0x7E, 0, 0x7F},
+    [KVC_FLOAT8_E5M2] = {1, 2, 15, 0x7B, 0x7C, 0x7F},
+};
+
+/* The number of a magnitude. Infinity's is the one that would follow the last. */
+static double number_of(int type, uint32_t magnitude)
+{
+    int bits = types[type].mantissa_bits;
+    uint32_t exponent = magnitude >> bits, fraction = magnitude & ((1u << bits) - 1);
+    double number = exponent ? fraction + (1u << bits) : fraction;
+    for (int power = (exponent ? (int)exponent : 1) - types[type].bias - bits; power; power += power < 0 ? 1 : -1)
+        number = power < 0 ? number / 2 : number * 2;
+    return number;
+}
+
+static uint32_t load_item(const char *at, int64_t item)
+{
+    uint16_t wide;
+    if (item == 1)
+        return (uint8_t)*at;
+    memcpy(&wide, at, sizeof wide);
+    return wide;
+}
+
+/* What an item is stored as. */
+static uint32_t converted(uint32_t item, int src, int dst, struct kvc_scale scale)
+{
+    static double numbers[NUM_TYPES][1 << 15];
+    if (numbers[KVC_BFLOAT16][1] == 0)
+        for (int type = KVC_FLOAT16; type < NUM_TYPES; type++)
+            for (uint32_t magnitude = 0; magnitude <= types[type].last + 1; magnitude++)
+                numbers[type][magnitude] = number_of(type, magnitude);
+    uint32_t sign_bit = types[src].item_bytes == 1 ? 0x80 : 0x8000, magnitude = item & (sign_bit - 1);
+    uint32_t sign = item & sign_bit ? (types[dst].item_bytes == 1 ? 0x80 : 0x8000) : 0;
+    bool is_infinite = types[src].infinity && magnitude == types[src].infinity;
+    if (magnitude > types[src].last && !is_infinite)
+        return types[dst].nan;
+    float value = is_infinite ? __builtin_inff() : (float)numbers[src][magnitude];
+    value = types[src].item_bytes == 1 ? value * scale.src : value;
+    value = types[dst].item_bytes == 1 ? value / scale.dst : value;
+    uint32_t low = 0, high = types[dst].last + 1; /* the last one that is not above the value is in [low, high) */
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (numbers[dst][middle] <= value)
+            low = middle;
+        else
+            high = middle;
+    }
+    double below = value - numbers[dst][low], above = numbers[dst][low + 1] - value;
+    if (below > above || (below == above && low % 2))
+        low++;
+    if (low > types[dst].last && types[dst].item_bytes == 1)
+        low = types[dst].last;
+    return sign | low;
+}
+
+static struct kvc_scale draw_scale(void)
+{
+    static const float scales[] = {1, 0.5f, 0.0371f, 3.7f, 1e-6f, 250, 1e30f, 1e-30f};
+    return (struct kvc_scale){scales[draw(8)], scales[draw(8)]};
+}
+
+static void draw_types(int *src, int *dst)
+{
+    do {
+        *src = KVC_FLOAT16 + (int)draw(4);
+        *dst = KVC_FLOAT16 + (int)draw(4);
+    } while (types[*src].item_bytes == 2 && types[*dst].item_bytes == 2);
+}
+
+static void convert_every_item(void)
+{
+    enum { MAX_ITEMS = 1 << 16 };
+    static char src_items[2 * MAX_ITEMS], dst_items[2 * MAX_ITEMS];
+    int src, dst;
+    draw_types(&src, &dst);
+    int64_t src_item = types[src].item_bytes, dst_item = types[dst].item_bytes, count = src_item == 1 ? 256 : MAX_ITEMS;
+    for (int64_t index = 0; index < count; index++)
+        memcpy(src_items + index * src_item, &(uint32_t){(uint32_t)index}, (size_t)src_item); /* little-endian */
+    struct kvc_scale scale = draw_scale();
+    kvc_convert_row(dst_items, dst_item, src_items, src_item, count, KVC_CONVERSION(src, dst), scale);
+    for (int64_t index = 0; index < count; index++)
+        CHECK(load_item(dst_items + index * dst_item, dst_item) == converted((uint32_t)index, src, dst, scale));
+}
+
+static void convert_pools(void)
+{
+    int src_type, dst_type;
+    draw_types(&src_type, &dst_type);
+    struct shape shape = {1 + (int64_t)draw(4), 1 + (int64_t)draw(40), 1 + (int64_t)draw(150), types[src_type].item_bytes};
+    struct pool src = draw_side(shape);
+    shape.item = types[dst_type].item_bytes;
+    struct pool dst = draw_side(shape);
+    struct kvc_scale scales[PARTS * 4];
+    for (int index = 0; index < PARTS * 4; index++)
+        scales[index] = draw_scale();
+    char *want = malloc((size_t)dst.nbytes);
+    CHECK(want);
+    memcpy(want, dst.memory, (size_t)dst.nbytes);
+    for (int part = 0; part < PARTS; part++)
+        for (int64_t head = 0; head < shape.heads; head++)
+            for (int64_t token = 0; token < shape.tokens; token++)
+                for (int64_t dim = 0; dim < shape.dim; dim++) {
+                    const char *from = item_at(&src.parts[part], &src.side, head, token, dim);
+                    uint32_t item = converted(load_item(from, types[src_type].item_bytes), src_type, dst_type,
+                                              scales[part * shape.heads + head]);
+                    memcpy(want + (item_at(&dst.parts[part], &dst.side, head, token, dim) - dst.memory), &item,
+                           (size_t)shape.item);
+                }
+    kvc_flag fence = 0;
+    bool is_packed = draw(2);
+    struct kvc_copy_job job = job_of(shape, &src, is_packed ? NULL : &dst), unpack = job_of(shape, NULL, &dst);
+    job.conversion = KVC_CONVERSION(src_type, dst_type);
+    job.scales = scales;
+    char *slot = malloc((size_t)job.nbytes);
+    CHECK(slot);
+    kvc_copy_cpu(NULL, &job, slot, &fence, 5);
+    if (is_packed)
+        kvc_copy_cpu(NULL, &unpack, slot, &fence, 5);
+    CHECK(!memcmp(want, dst.memory, (size_t)dst.nbytes));
+    free(slot);
+    free(want);
+    free_pool(&src);
+    free_pool(&dst);
+}
+
+static void run_conversions(void)
+{
+    int best = kvc_vectors;
+    for (kvc_vectors = KVC_BASELINE; kvc_vectors <= best; kvc_vectors++) {
+        for (int round = 0; round < 60; round++)
+            convert_every_item();
+        for (int round = 0; round < 300; round++)
+            convert_pools();
+    }
+    kvc_vectors = best;
 }
 
 /* ---- crew: helpers share reads with the thread that begins them; some are stopped ---- */
@@ -688,7 +837,8 @@ int main(int count, char **arguments)
         const char *name;
         void (*run)(void);
     } parts[] = {{"board", run_board}, {"copies", run_copies}, {"crew", run_crew},   {"loop", run_loop},
-                 {"lock", run_lock},   {"notes", run_notes},   {"block_table", run_block_table}};
+                 {"lock", run_lock},   {"notes", run_notes},   {"block_table", run_block_table},
+                 {"conversions", run_conversions}};
     for (size_t index = 0; index < sizeof parts / sizeof *parts; index++)
         if (count == 2 && !strcmp(parts[index].name, arguments[1])) {
             parts[index].run();

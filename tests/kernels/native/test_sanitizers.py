@@ -10,7 +10,7 @@ import pytest
 
 from native import build
 
-RACES, MEMORY = ("board", "crew", "lock", "notes"), ("copies", "loop", "block_table")
+RACES, MEMORY = ("board", "crew", "lock", "notes"), ("copies", "conversions", "loop", "block_table")
 DRIVER = Path(__file__).with_name("driver.c")
 TIMEOUT_S = 100
 
