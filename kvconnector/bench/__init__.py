@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnector.errors import ConfigError, KVConnectorError, Retry
+from kvconnector.errors import ConfigError, KVConnectorError
 
 
 class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
-
-    retry = Retry.NEVER
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, get_type_hints
 import msgspec
 
 from kvconnector.bench.options import THREAD_VARIABLES
-from kvconnector.errors import KVConnectorError, Retry
+from kvconnector.errors import KVConnectorError
 
 LOG_TAIL_BYTES = 3000
 ANSWER_TIMEOUT_S = 300.0
@@ -38,8 +38,6 @@ Usage: TypeAlias = tuple[float, float, int, int]
 
 class CallFailedError(KVConnectorError):
     """A call raised in the other process, or that process is gone. The text is the error's, or the end of the log."""
-
-    retry = Retry.OTHER
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
