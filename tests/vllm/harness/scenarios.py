@@ -265,6 +265,32 @@ def chat(pair, outcome):
         outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)
 
 
+def chat_without_reasoning(pair, outcome):
+    """Twelve turns after the first, whose template ends a prompt with the beginning of an answer, and leaves that and
+    the reasoning out later: the prefill engine reads all but a few of the tokens before.
+    """
+    history, opening = prompt_of(200, seed=6), prompt_of(3, seed=7)
+    offer, turns, unchanged = {}, [], 0
+    for turn in range(13):
+        prompt = history + opening
+        pair.prefill.forget()
+        prefill = pair.prefill.ask(
+            prompt, {**offer, "do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1
+        )
+        if turn:
+            read = prefill.cached_tokens
+            few = range(unchanged - len(opening), unchanged + 1)
+            outcome.check(f"turn {turn}: {read} of {unchanged} tokens read", read in few)
+        answer = pair.decode.ask(prompt, prefill.params)
+        turns.append((prompt, answer))
+        offer = dict(answer.params or {})
+        unchanged = len(history)
+        history = history + answer.tokens[-4:] + prompt_of(20, seed=f"turn {turn}")
+    for turn, (prompt, answer) in enumerate(turns):
+        pair.prefill.forget()
+        outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)
+
+
 def _in_tier(pair, outcome, prompt, cached):
     outcome.check("loaded into the tier", pair.fill_tier(prompt, cached), "")
     pair.decode.call("loads")
