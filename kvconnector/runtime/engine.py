@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvconnector._version import __version__
 from kvconnector.config import ConnectorConfig, Role
-from kvconnector.errors import ConfigError, GeometryError
+from kvconnector.errors import ConfigError, GeometryError, require_counts
 from kvconnector.ids import Rank
 from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.topology import EngineGeometry, GroupGeometry, ModelDescription, RankGeometry
@@ -161,6 +161,22 @@ def checked_retentions(
     for index, (retention, group) in enumerate(zip(kept, groups, strict=True)):
         _check_retention(index, retention, group)
     return kept
+
+
+def checked_tables(engine: EngineGeometry, tables: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the number of each cache group's block table; nothing if no two groups share one.
+
+    Raises:
+        GeometryError: not one number from 0 to 2^31 - 1 per group.
+    """
+    if tables is None:
+        return ()
+    require_counts(GeometryError, **{f"tables[{i}]": table for i, table in enumerate(tables)})
+    if len(tables) != engine.num_groups:
+        raise GeometryError(
+            "there is one block table per cache group", tables=tables, groups=engine.num_groups
+        )
+    return tuple(tables) if len(set(tables)) < len(tables) else ()
 
 
 def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:

@@ -77,11 +77,9 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         """Return the last position, up to `limit`, before which the producer has all needed tokens; 0 for none."""
         available = min(self.params.remote_num_tokens, limit)
         states = {
-            self.params.first_block(group) + len(ids)
+            self.params.first_block(group) + self.params.num_blocks(group)
             # either engine may lack the other's optional groups
-            for group, (ids, kept) in enumerate(
-                zip(self.params.remote_block_ids, self.retentions, strict=False)
-            )
+            for group, kept in zip(range(self.params.num_groups), self.retentions, strict=False)
             if isinstance(kept, KeepsState)
         }
         if not states or self.params.is_followed:

@@ -24,6 +24,7 @@ from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import (
     WorkerMetadata,
     checked_retentions,
+    checked_tables,
     directory_of,
     joined_geometry,
 )
@@ -52,10 +53,12 @@ class Scheduler:
         workers: The results of `Worker.handshake` of every rank, in any order.
         retentions: The tokens of a sequence that each cache group keeps; consumers load only those that the next token
             needs. By default all groups keep every token.
+        tables: The number of the engine's block table that each cache group uses. Offers name the blocks of groups with
+            equal numbers once, which earlier builds refuse. By default each group has its own.
 
     Raises:
-        GeometryError: the workers do not make up one engine, there are not as many retentions as groups, a group of
-            states has blocks of several tokens, or ranks share the tokens of a group that keeps only some.
+        GeometryError: the workers do not make up one engine, there are not as many retentions or tables as groups, a
+            group of states has blocks of several tokens, or ranks share the tokens of a group that keeps only some.
         ConfigError: `config` is no `Config`, the workers have another engine id or role, or the address or the keys
             cannot be used.
     """
@@ -66,11 +69,13 @@ class Scheduler:
         workers: Sequence[WorkerMetadata],
         *,
         retentions: Sequence[Retention] | None = None,
+        tables: Sequence[int] | None = None,
     ) -> None:
         self._config = checked_config(config)
         self._allowed = AllowedProducers(self._config.control.allowed_producers)
         self._engine = joined_geometry(config, workers)
         self._retentions = checked_retentions(self._engine, retentions)
+        self._tables = checked_tables(self._engine, tables)
         self._offers = Offers(self._engine, self._retentions, workers, config.lease.reclaim_above)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
@@ -143,9 +148,8 @@ class Scheduler:
         self._orders.append(hold)
         self._orders += self._offers.reclaim()
         control = self._service.control
-        params = TransferParams.of(
-            hold, num_tokens, self._engine, control.address, control.server_key
-        )
+        where = control.address, control.server_key
+        params = TransferParams.of(hold, num_tokens, self._engine, *where, tables=self._tables)
         return params.to_mapping()
 
     def grow(
@@ -263,7 +267,7 @@ class Scheduler:
                 port=wanted.remote_port,
             )
         # the producer may have optional groups that we lack, which its greeting shows
-        named = len(wanted.remote_block_ids)
+        named = wanted.num_groups
         if not wanted.is_followed and named < self._engine.num_required:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",

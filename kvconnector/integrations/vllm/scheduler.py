@@ -115,6 +115,7 @@ class SchedulerHalf:
                 self._settings.config,
                 [handshake.worker for handshake in handshakes],
                 retentions=[retention_of(info) for info in self._groups],
+                tables=[info.vllm_group for info in self._groups],
             )
         self._handshakes = handshakes
 

@@ -220,6 +220,36 @@ def test_a_producer_names_the_blocks_of_rows_that_exist():
         producer.offer("s", blocks=blocks(1, 0, 0), num_tokens=3)
 
 
+def test_groups_of_one_table_name_its_blocks_once():
+    """Other groups with equal ids keep a list of their own: what an offer looks like never depends on its ids."""
+    config = structs.replace(CONFIG, role="producer")
+    metadata = metadata_of(COMPRESSED, "producer")
+    long, equal = [1, 2, 3], [[1, 2, 3]] * 3
+    for tables, sent, numbers in (
+        (None, equal, ""),
+        ([4, 5, 6], equal, ""),
+        ([4, 4, 6], [long, long], "0,0,0,0,0,1"),
+        ([7, 7, 7], [long], "0,0,0,0,0,0"),
+    ):
+        with Scheduler(config, metadata, tables=tables) as producer:
+            params = producer.offer("r", blocks=equal, num_tokens=3)
+            assert params["remote_block_ids"] == sent
+            assert params["remote_request_id"].rpartition("|")[2] == numbers
+            (hold,) = _orders(producer.build_step(), HoldRequest)
+        consumer = consumer_scheduler(COMPRESSED)
+        consumer.on_new_request("w", params)
+        count, _ = consumer.matched_tokens("w", 4, 0)
+        consumer.load("w", blocks=[[7], [8], [9]], num_tokens=count)
+        (load,) = _orders(consumer.build_step(), LoadRequest)
+        assert load.remote_blocks == hold.blocks
+
+
+@pytest.mark.parametrize("tables", [[], [0], [0, 1, 2, 3], [0, 1, -1], [0, 1, "2"], [0, 1, 1.0]])
+def test_tables_are_numbers_one_for_each_group(tables):
+    with pytest.raises(GeometryError):
+        Scheduler(CONFIG, metadata_of(COMPRESSED), tables=tables)
+
+
 @pytest.mark.parametrize(
     "cached, stop, ranges",
     [
