@@ -7,8 +7,9 @@ import pytest
 
 from kvconnector.bench.shapes import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
 
-# vLLM 0.33's planner puts all cache groups into one pool, whose blocks have this many bytes; a block belongs to one
-# group at a time. Each group's tokens in a block and its window, 0 for all tokens:
+# vLLM's planner puts all cache groups into one pool, whose blocks have this many bytes; a block belongs to one group at
+# a time. Each group's tokens in a block and its window, 0 for all tokens. tests/vllm/test_compressed.py compares these
+# constants with the planners of vLLM 0.32 and 0.33.
 BLOCK_BYTES = {"Pro": 1_435_968, "Flash": 1_002_240}
 GROUPS = ((64, 128), (64, 128), (256, 0), (8, 128), (4, 8))
 MODELS = {"Pro": DEEPSEEK_V4_PRO, "Flash": DEEPSEEK_V4_FLASH}

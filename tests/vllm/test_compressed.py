@@ -5,12 +5,15 @@ from fractions import Fraction
 
 import pytest
 import torch
+from vllm.utils.math_utils import cdiv
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.caches import register_groups
+from tests.unit import test_sparse_bytes as sizes
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention, placed, read, registered, vllm_config
 from tests.vllm.compressed_world import RATIOS, pair, planned, specs_of
@@ -86,6 +89,55 @@ def test_every_row_of_a_prompt_arrives_and_nothing_else(engines, num_tokens):
     wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
     loaded(engines, wanted)
     check(engines, asked, wanted, before)
+
+
+def test_an_offer_names_each_block_table_once(engines):
+    """Rows of 4 and of 128 tokens and the indexer's are in one table of vLLM's; so are both compressors' states."""
+    asked, params = offered(engines.p, 300, 5000)
+    infos = [group.info for group in engines.p.worker._groups]
+    lists = params["remote_block_ids"]
+    assert len(lists) == len({info.vllm_group for info in infos}) < len(infos)
+    numbers = [int(each) for each in params["remote_request_id"].rpartition("|")[2].split(",")]
+    firsts, of_groups = numbers[: len(infos)], numbers[len(infos) :]
+    for info, first, number in zip(infos, firsts, of_groups, strict=True):
+        table = engines.p.tables[asked.request_id][info.vllm_group]
+        assert lists[number] == list(table[first:])
+    # free its blocks
+    wanted = engines.d.world.add(300, params, prompt=5000)
+    loaded(engines, wanted)
+
+
+PUBLISHED = {
+    "Pro": (128, *(128, 4) * 30),
+    "Flash": (0, 0, *(4, 128) * 20, 4),
+}
+"""Rows of each layer, as the models' `config.json`s have them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_whole_blocks_of_the_planner_are_those_of_the_table_of_bytes(model, name):
+    """BENCHMARKS.md compares with NixlConnector, which reads blocks of the pool whole: of a window one more than it
+    fills. The unit test of its table has these sizes as constants.
+    """
+    made = planned(
+        w.vllm_config(model, engine={"max_model_len": 4096}), specs_of(PUBLISHED[name]), 8
+    )
+    (tensor_bytes,) = {tensor.size for tensor in made.kv_cache_tensors}
+    assert tensor_bytes // made.num_blocks == sizes.BLOCK_BYTES[name]
+    specs = [
+        group.kv_cache_spec
+        for group in kv_cache_utils.generate_scheduler_kv_cache_config([made]).kv_cache_groups
+    ]
+    found = [(spec.block_size, getattr(spec, "sliding_window", None) or 0) for spec in specs]
+    assert sorted(found) == sorted(sizes.GROUPS)
+    for num_tokens in (1000, 8192, 65536):
+        blocks = 0
+        for spec in specs:
+            held = cdiv(num_tokens, spec.block_size)
+            if isinstance(spec, kv.SlidingWindowSpec):
+                held = min(held, cdiv(spec.sliding_window, spec.block_size) + 1)
+            blocks += held
+        assert blocks == sizes.whole_blocks(num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [130, 1025])
