@@ -267,6 +267,12 @@ class Deployment(session_world.Deployment):
         if held in self.held:
             self._take_back(held)
 
+    def reclaimed(self, producer):
+        """Take back what no consumer has asked for."""
+        held = self._hold(producer, 5, is_computed=True)
+        self.turns(2)
+        held.engine.reclaim(held.name)
+
     def unknown(self, producer):
         """Load what no lease is ever granted for, so the read comes early and is refused late."""
         engine, name = self.engines[producer], f"r{next(self.numbers)}"
@@ -289,6 +295,7 @@ class Deployment(session_world.Deployment):
             self.dropped_early,
             self.damaged,
             self.withdrawn,
+            self.reclaimed,
             self.unknown,
         ):
             kind(producer)

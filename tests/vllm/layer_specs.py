@@ -19,6 +19,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.v1.kv_cache_interface import MambaSpec
 
 
@@ -70,6 +71,8 @@ def specs(config, folder):
 
 def main():
     """Answer one list for each configuration."""
+    # vLLM looks at each model's class in a process of its own, which imports all of vLLM again, to keep CUDA untouched
+    registry._run_in_subprocess = lambda call: call()
     with set_current_vllm_config(VllmConfig()), tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         init_distributed_environment(1, 0, store, 0, backend="gloo")

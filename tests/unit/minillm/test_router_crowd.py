@@ -95,24 +95,32 @@ def test_a_burst_of_requests_reaches_both_engines_at_once():
 
 
 @pytest.mark.parametrize(
-    "error,status,words",
+    "error,status,words,retry",
     [
         (
             OSError(errno.EMFILE, "Too many open files"),
             503,
             "the router has no file descriptor left",
+            "never",
         ),
         (
             aiohttp.ConnectionTimeoutError(),
             502,
             "http://d did not answer: no connection within 10 s",
+            "other",
         ),
-        (TimeoutError(), 504, "http://d did not answer within"),
-        (aiohttp.ServerDisconnectedError(), 502, "http://d did not answer: Server disconnected"),
-        (ConnectionResetError(), 502, "http://d did not answer: ConnectionResetError"),
+        (TimeoutError(), 504, "http://d did not answer within", "never"),
+        (
+            aiohttp.ServerDisconnectedError(),
+            502,
+            "http://d did not answer: Server disconnected",
+            "other",
+        ),
+        (ConnectionResetError(), 502, "http://d did not answer: ConnectionResetError", "other"),
     ],
 )
-def test_a_failure_is_worded_by_its_cause(error, status, words):
-    refusal = vllm_1p1d.router._unanswered("http://d", error)
-    assert refusal.status == status
-    assert words in refusal.text
+def test_a_failure_is_worded_by_its_cause(error, status, words, retry):
+    failed = vllm_1p1d.router._unanswered("http://d", error)
+    assert failed.answer.status == status
+    assert words in failed.answer.text
+    assert failed.retry == retry
