@@ -22,7 +22,7 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvconnector.integrations.sglang.registry import Asker
+from kvconnector.integrations.sglang.registry import Asker, route_of
 from kvconnector.runtime.params import TransferParams, has_secret, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -82,8 +82,8 @@ def _registered_at(address: str) -> list[str]:
     """
     asker = Asker(parse_address(f"tcp://{address}"))
     try:
-        size = int(asker.ask("GET", _route(-1, -1))["dp_size"])
-        places = [asker.ask("GET", _route(rank, 0)) for rank in range(min(size, MAX_ENGINES))]
+        size = int(asker.ask("GET", route_of(-1, -1))["dp_size"])
+        places = [asker.ask("GET", route_of(rank, 0)) for rank in range(min(size, MAX_ENGINES))]
         found = [
             HostPort(str(each["rank_ip"]).strip("[]"), int(each["rank_port"])) for each in places
         ]
@@ -92,11 +92,6 @@ def _registered_at(address: str) -> list[str]:
     finally:
         asker.close()
     return [str(each).removeprefix("tcp://") for each in found]
-
-
-def _route(dp_rank: int, others: int) -> str:
-    places = ("prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-    return f"/route?prefill_dp_rank={dp_rank}&" + "&".join(f"{each}={others}" for each in places)
 
 
 def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:

@@ -44,6 +44,10 @@ class _PollItem(ctypes.Structure):
     _fields_ = (("socket", c_void_p), ("fd", c_int), ("events", c_short), ("revents", c_short))
 
 
+_SHORTS = ctypes.sizeof(_PollItem) // ctypes.sizeof(c_short)
+_REVENTS = _PollItem.revents.offset // ctypes.sizeof(c_short)
+
+
 @cache
 def _libraries() -> tuple[Any, Any]:
     """Return pyzmq's libzmq as a caller sees it that releases the GIL, and as one that keeps it."""
@@ -147,6 +151,8 @@ class Poller:
         library = releasing if timeout_ms else keeping
         if library.zmq_poll(self._items, len(self._items), timeout_ms) <= 0:
             return set(), False
-        is_fd_readable, *are_readable = (item.revents != 0 for item in self._items)
-        pairs = zip(self._sockets, are_readable, strict=True)
-        return {socket for socket, is_readable in pairs if is_readable}, is_fd_readable
+        # all at once: a thousand attributes of C structs take longer than the poll
+        shorts = memoryview(self._items).cast("B").cast("h")
+        of_fd, *of_sockets = shorts[_REVENTS::_SHORTS].tolist()
+        pairs = zip(self._sockets, of_sockets, strict=True)
+        return {socket for socket, revents in pairs if revents}, of_fd != 0

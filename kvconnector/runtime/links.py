@@ -59,10 +59,9 @@ class Connection:
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
 _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
-_ENDINGS = frozenset({m.Progress, m.ReadRefused, m.ReadEnded})
+"""Messages that may refuse something, which is logged."""
 RECLAIMED_SINCE = 4
 """The wire version in which a refusal can say that an offer was taken back."""
-"""Messages that may refuse something, which is logged."""
 
 
 class Links:
@@ -200,7 +199,7 @@ class Links:
             return  # the sessions know, or will
         if type(message) in _REFUSALS:
             self._log_refusal(link, message)
-        if type(message) in _ENDINGS and connection.version < RECLAIMED_SINCE:
+        if connection.version < RECLAIMED_SINCE:
             message = _of_older(message)
         payload = encode(message, connection.version)
         ours, theirs = self._max_message_bytes, connection.max_message_bytes
@@ -269,7 +268,9 @@ class Links:
 
 def _of_older(message: m.Message) -> m.Message:
     """Return the message as peers of wire version 3 know it."""
-    if not isinstance(message, m.Progress | m.ReadRefused | m.ReadEnded):
-        return message
-    is_reclaimed = message.refusal is m.Refusal.RECLAIMED
-    return structs.replace(message, refusal=m.Refusal.LEASE_EXPIRED) if is_reclaimed else message
+    if (
+        isinstance(message, m.Progress | m.ReadRefused | m.ReadEnded)
+        and message.refusal is m.Refusal.RECLAIMED
+    ):
+        return structs.replace(message, refusal=m.Refusal.LEASE_EXPIRED)
+    return message

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
 
@@ -33,18 +34,26 @@ def run_cluster(tmp_path, monkeypatch, request):
     Files that a killed process leaves are removed with the test's folder. Servers and ranks are forked, but ranks on
     GPUs have interpreters of their own, since NCCL does not start in forked ones.
     """
-    from minillm.cluster import Cluster
     from tests.support.forked import ForkedChild
 
     if not any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
         monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return partial(_run_on_a_cluster, tmp_path)
 
-    def run(test):
-        async def main():
-            async with Cluster(tmp_path) as cluster:
-                await test(cluster)
 
-        asyncio.run(asyncio.wait_for(main(), CLUSTER_TIMEOUT_S))
+@pytest.fixture
+def run_processes(tmp_path, monkeypatch):
+    """Runs a test's coroutine as `run_cluster` does, but servers have their ranks as child processes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return partial(_run_on_a_cluster, tmp_path)
 
-    return run
+
+def _run_on_a_cluster(folder, test):
+    from minillm.cluster import Cluster
+
+    async def main():
+        async with Cluster(folder) as cluster:
+            await test(cluster)
+
+    asyncio.run(asyncio.wait_for(main(), CLUSTER_TIMEOUT_S))

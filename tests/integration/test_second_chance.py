@@ -11,10 +11,8 @@ import signal
 import aiohttp
 import pytest
 
-from minillm.cluster import Cluster
 from minillm.config import ModelConfig
 from tests.hosts.network import descendants
-from tests.integration.conftest import CLUSTER_TIMEOUT_S
 from tests.integration.lost_prefill import MAX_TOKENS, kill, lose_in_mid_prompt, start
 from tests.integration.minillm_engines import (
     complete_on,
@@ -33,21 +31,6 @@ PACKED_IN_PIECES = {
     "staging": {"chunk_bytes": 4096, "budget_bytes": 65536},
 }
 """A read has many more chunks than are under way at once."""
-
-
-@pytest.fixture
-def run_processes(tmp_path, monkeypatch):
-    """Run a test's coroutine on a cluster whose servers have their ranks as child processes."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-    def run(test):
-        async def main():
-            async with Cluster(tmp_path) as cluster:
-                await test(cluster)
-
-        asyncio.run(asyncio.wait_for(main(), CLUSTER_TIMEOUT_S))
-
-    return run
 
 
 def signal_ranks(server, number):
@@ -120,7 +103,7 @@ def test_a_failure_says_where_to_try_again(run_processes):
     """The answers of a decode engine whose producer does not know a request, or is gone."""
     prompt = prompt_of(60)
     # a direct reader would find the blocks without the secret
-    options = {"peer": {"hello_timeout_s": 1.0}, "paths": {"direct": "never"}}
+    options = {"paths": {"direct": "never"}}
 
     async def main(cluster):
         prefill = await cluster.start_engine("prefill", "prefill", FAIL)

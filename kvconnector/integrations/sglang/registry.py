@@ -368,7 +368,7 @@ class Finder:
         ask = server.asker.ask
         if not server.dp_size:
             self.num_questions += 1
-            info = ask("GET", _route(-1, -1))
+            info = ask("GET", route_of(-1, -1))
             size = int(info["dp_size"])
             if not 1 <= size <= MAX_RANKS:
                 raise ValueError(f"dp_size {size}")
@@ -389,7 +389,7 @@ class Finder:
             elif rank is not None:
                 if rank not in server.directories:
                     self.num_questions += 1
-                    place = ask("GET", _route(rank, 0))
+                    place = ask("GET", route_of(rank, 0))
                     where = HostPort(str(place["rank_ip"]).strip("[]"), int(place["rank_port"]))
                     server.directories[rank] = str(parse_address(str(where)))
                 found[room] = server.place_of(rank)
@@ -401,6 +401,9 @@ def _port(given: object) -> int:
     return given if isinstance(given, int) and 0 < given <= MAX_PORT else 0
 
 
-def _route(dp_rank: int, others: int) -> str:
+def route_of(dp_rank: int, others: int) -> str:
+    """Return the path and query by which a registry is asked for a data-parallel rank, and for rank `others` of its
+    other kinds of parallelism; -1 for both asks for the server's shape.
+    """
     places = ("prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     return f"/route?prefill_dp_rank={dp_rank}&" + "&".join(f"{each}={others}" for each in places)

@@ -212,8 +212,8 @@ def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **p
     return Window(whole, head_start, token_start, runs, part_start)
 
 
-def expected_buffer(src, dst, *, num_heads, num_tokens):
-    """Return the whole destination buffer after the copy, with guards and gaps."""
+def expected_buffer(src, dst, *, num_heads, num_tokens, **conversion):
+    """Return the whole destination buffer after the copy, with guards and gaps. `conversion` as in `relayout_naive`."""
     want = dst.buffer.clone()
     relayout_naive(
         src.parts(src.buffer),
@@ -228,6 +228,7 @@ def expected_buffer(src, dst, *, num_heads, num_tokens):
         dst_token_start=dst.token_start,
         src_runs=src.runs,
         dst_runs=dst.runs,
+        **conversion,
     )
     return want
 

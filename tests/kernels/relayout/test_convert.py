@@ -24,6 +24,7 @@ from tests.kernels.relayout.pools import (
     Chunk,
     Pool,
     Window,
+    expected_buffer,
     part_table,
     windows,
 )
@@ -127,20 +128,11 @@ def test_any_geometry_is_converted_like_the_naive_one(
     scales = random.choice(np.array(SCALES, np.float32), shape)
     scales = np.broadcast_to(scales, (shape[0], num_heads, 2)).copy()
     conversion = Conversion(*pair, scales, device)
-    want = dst.buffer.clone()
-    relayout_naive(
-        src.parts(src.buffer),
-        dst.parts(want),
-        src.ids,
-        dst.ids,
+    want = expected_buffer(
+        src,
+        dst,
         num_heads=num_heads,
         num_tokens=num_tokens,
-        src_head_start=src.head_start,
-        dst_head_start=dst.head_start,
-        src_token_start=src.token_start,
-        dst_token_start=dst.token_start,
-        src_runs=src.runs,
-        dst_runs=dst.runs,
         conversion=conversion,
         part_start=paged.part_start,
     )

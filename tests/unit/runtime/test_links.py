@@ -197,3 +197,23 @@ def test_a_closed_link_gets_none_of_the_messages_that_wait(pair):
     pair.p.links.close(link)
     assert pair.p.poll() == []
     assert list(pair.p.links) == []
+
+
+@pytest.mark.parametrize(
+    "version, refusal",
+    [(3, m.Refusal.LEASE_EXPIRED), (SPOKEN.newest, m.Refusal.RECLAIMED)],
+)
+def test_an_offer_that_was_taken_back_has_expired_for_an_older_peer(version, refusal):
+    made = Pair()
+    made.d.links.open(Link(1), made.p.control.address, "", version)
+    made.d.send("hello")
+    made.p.poll()
+    for message in (
+        m.ReadRefused(read_id=1, refusal=m.Refusal.RECLAIMED, text=""),
+        m.ReadEnded(read_id=1, sent_chunks=0, refusal=m.Refusal.RECLAIMED, text=""),
+        m.ReadRefused(read_id=1, refusal=m.Refusal.ABORTED, text=""),
+    ):
+        made.p.links.send(made.p.link, message)
+    made.p.links.flush()
+    found = [each.refusal for batch in made.d.poll() for each in decode_batch(batch)]
+    assert found == [refusal, refusal, m.Refusal.ABORTED]
