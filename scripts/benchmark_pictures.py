@@ -1,4 +1,4 @@
-"""Draws docs/vllm-bench.svg from the table of BENCHMARKS.md that it illustrates, so that both always say the same."""
+"""Draws docs/vllm-bench.svg from the table that it illustrates, so that both always say the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "docs" / "benchmarks" / "engines.md"
 PICTURE = ROOT / "docs" / "vllm-bench.svg"
 HEADING = "## Two vLLM 0.33 engines, two H100s"
 LINES = {  # the column of each line, its colour, and how far its numbers are above it in points
@@ -61,7 +62,7 @@ def draw(found: dict[str, dict[int, float]], path: Path) -> None:
 
 def main(path: Path = PICTURE) -> None:
     """Draw the picture of the table as it is."""
-    draw(first_tokens((ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")), path)
+    draw(first_tokens(TABLES.read_text(encoding="utf-8")), path)
 
 
 if __name__ == "__main__":

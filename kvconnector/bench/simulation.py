@@ -29,7 +29,7 @@ SECRET = "5" * 32
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of what a cluster does. The defaults come from BENCHMARKS.md, but a link's are assumptions.
+    """Costs of what a cluster does. The defaults come from docs/benchmarks, but a link's are assumptions.
 
     A driver's thread takes `turn_s` for each event that it handles and each message that it sends: 2 MiB between two
     GPUs take 0.29 ms more than a plain copy, in about six such steps. It takes `endpoint_s` for each endpoint that it

@@ -1,4 +1,4 @@
-"""What a request of DeepSeek-V4 moves, beside whole blocks as NixlConnector moves them: the table of BENCHMARKS.md."""
+"""What a request of DeepSeek-V4 moves, beside whole blocks as NixlConnector moves them: a table of docs/benchmarks."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def whole_blocks(tokens):
 
 
 def table():
-    text = (Path(__file__).parents[2] / "BENCHMARKS.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/benchmarks/cpus.md").read_text()
     return [
         (name, int(n.replace(",", "")), *map(float, more)) for name, n, *more in ROW.findall(text)
     ]

@@ -116,8 +116,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_whole_blocks_of_the_planner_are_those_of_the_table_of_bytes(model, name):
-    """BENCHMARKS.md compares with NixlConnector, which reads blocks of the pool whole: of a window one more than it
-    fills. The unit test of its table has these sizes as constants.
+    """A table in docs compares with NixlConnector, which reads whole blocks of the pool: of a window one more
+    than it fills. The unit test of its table has these sizes as constants.
     """
     made = planned(
         w.vllm_config(model, engine={"max_model_len": 4096}), specs_of(PUBLISHED[name]), 8

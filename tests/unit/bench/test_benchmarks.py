@@ -17,7 +17,7 @@ from kvconnector.errors import ConfigError, PeerLostError
 from scripts.benchmarks import __main__ as program
 from scripts.benchmarks import gil, sessions
 
-DOCS = Path(__file__).parents[3] / "BENCHMARKS.md"
+DOCS = Path(__file__).parents[3] / "docs/benchmarks/method.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
 MLA = ModelShape(name="tiny-mla", num_layers=2, num_kv_heads=1, head_dim=24, is_mla=True)
 TP2 = EngineShape(tp=2)
