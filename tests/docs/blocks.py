@@ -12,7 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*/README.md")
+    for pattern in (
+        "README.md",
+        "BENCHMARKS.md",
+        "CONTRIBUTING.md",
+        "docs/**/*.md",
+        "examples/*/README.md",
+    )
     for path in ROOT.glob(pattern)
 )
 FENCE = re.compile(

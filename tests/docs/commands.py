@@ -132,8 +132,11 @@ def _check_script(name, arguments):
 
 
 def _check_options(path, arguments):
-    """Check that each option is named in the program's source."""
+    """Check that each option is named in the source of the program, or of the package that it starts."""
     source = (ROOT / path).read_text(encoding="utf-8")
+    for package in re.findall(r"-m (tests[\w.]+)", source):
+        files = (ROOT / package.replace(".", "/")).glob("*.py")
+        source += "".join(file.read_text(encoding="utf-8") for file in files)
     if path == "examples/minillm/router.py":
         source += (ROOT / "examples/minillm/http_serving.py").read_text(encoding="utf-8")
     options = [each for each in arguments if re.fullmatch(r"--[\w-]+", each)]
