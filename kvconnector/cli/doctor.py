@@ -125,17 +125,18 @@ def doctor(
 
 
 def _engines() -> Iterator[Finding]:
-    from kvconnector.integrations.installed import examine_engines
+    from kvconnector.integrations.installed import installed_engines
 
-    reports = [*examine_engines()]
-    if not reports:
+    engine = None
+    for engine in installed_engines():
+        text = f"{engine.version} is {'a tested' if engine.is_known else 'no tested'} release"
+        yield Finding(engine.name, "note", f"{text}; comparing its files with what is used of it")
+        differences = engine.differences()
+        yield from (Finding(engine.name, "FAIL", each) for each in differences)
+        if not differences:
+            yield Finding(engine.name, "ok", "it has all that is used of it")
+    if engine is None:
         yield Finding("engine", "warn", "neither vLLM nor SGLang is installed here")
-    for found in reports:
-        text = f"{found.version} is {'a tested' if found.is_known else 'no tested'} release"
-        for each in found.differences:
-            yield Finding(found.engine, "FAIL", each)
-        if not found.differences:
-            yield Finding(found.engine, "ok", f"{text}, and has all that is used of it")
 
 
 def _print(found: Iterator[Finding], *, as_json: bool) -> int:

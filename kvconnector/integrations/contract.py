@@ -57,6 +57,8 @@ class Sources:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.tree = functools.cache(self._tree)
+        self.find = functools.cache(self._find)
+        self._lines = functools.cache(self._lines_of)
 
     @classmethod
     def of(cls, package: str) -> Sources:
@@ -67,7 +69,7 @@ class Sources:
             raise ConfigError(f"{package} is not installed here")
         return cls(Path(next(iter(folders))))
 
-    def find(self, place: str) -> Definition | None:
+    def _find(self, place: str) -> Definition | None:
         """Return the class or function at a place, or None."""
         file, _, names = place.partition(":")
         found: ast.AST | None = self.tree(file)
@@ -82,8 +84,14 @@ class Sources:
     def text(self, place: str) -> str:
         """Return the source of what is at a place."""
         found = self.find(place)
-        source = self._read(place.partition(":")[0])
-        return "" if found is None else ast.get_source_segment(source, found) or ""
+        return "" if found is None else self.segment(place.partition(":")[0], found)
+
+    def segment(self, file: str, node: ast.stmt) -> str:
+        """Return the source of a statement, as `ast.get_source_segment`, which splits the whole file each time."""
+        lines = self._lines(file)[node.lineno - 1 : node.end_lineno]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return b"\n".join(lines).decode()
 
     def _tree(self, file: str) -> ast.Module | None:
         try:
@@ -91,7 +99,9 @@ class Sources:
         except (OSError, SyntaxError):
             return None
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as many as one check reads
+    def _lines_of(self, file: str) -> list[bytes]:
+        return self._read(file).encode().split(b"\n")
+
     def _read(self, file: str) -> str:
         return (self.root / file).read_text("utf-8")
 
@@ -281,18 +291,28 @@ class Imported:
             if tree is None:
                 yield f"{self.package}.{module} is missing"
                 continue
-            found = {getattr(each, "name", "") for each in ast.walk(tree)}
-            found |= {
-                each.asname or each.name for each in ast.walk(tree) if isinstance(each, ast.alias)
-            }
-            found |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
-            found |= {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+            found = _names_in(tree)
             inside = (sources.root / path).is_dir()
             missing = [
                 name for name in sorted(names - found) if not (inside and _has(sources, path, name))
             ]
             if missing:
                 yield f"{self.package}.{module} has no {', '.join(missing)}"
+
+
+def _names_in(tree: ast.Module) -> set[object]:
+    """Return the names that a module defines, imports or assigns, and its constants."""
+    found: set[object] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, Definition):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found |= {node.name, node.asname or node.name}
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant):
+            found.add(node.value)
+    return found
 
 
 def _has(sources: Sources, path: str, name: str) -> bool:
@@ -371,10 +391,10 @@ def digest(sources: Sources, place: str) -> str:
     if found is None:
         return ""
     text = sources.text(place)
-    if (doc := ast.get_docstring(found, clean=False)) is not None:
+    if ast.get_docstring(found, clean=False) is not None:
         first = found.body[0]
         assert isinstance(first, ast.Expr)
-        segment = ast.get_source_segment(sources._read(place.partition(":")[0]), first) or doc
+        segment = sources.segment(place.partition(":")[0], first)
         text = text.replace(segment, "pass" if len(found.body) == 1 else "0", 1)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     kept = "".join(each.string for each in tokens if each.type not in _LAYOUT_TOKENS)

