@@ -120,6 +120,7 @@ class KVManager(RankTransfers, BaseKVManager):
             must_query=must_query,
             dp_rank=dp_rank,
             has_metrics=bool(getattr(server_args, "enable_metrics", False)),
+            api_key=get_serving().api_key or "",
         )
         self.dp_size = dp_size
         self.enable_deferred_decode_kv_release = not is_prefill

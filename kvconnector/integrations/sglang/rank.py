@@ -60,6 +60,7 @@ class RankTransfers:
             an engine that is started again should be found where it was.
         dp_rank: The engine's data-parallel rank in its server.
         has_metrics: True if the rank's transfers are counted in SGLang's metrics.
+        api_key: What prefill servers' APIs ask for, which compute retracted prompts again; "" for nothing.
         must_query: True if a decode engine asks the prefill engine's registry for every request's rank.
 
     Raises:
@@ -79,6 +80,7 @@ class RankTransfers:
         must_query: bool = False,
         dp_rank: int = 0,
         has_metrics: bool = False,
+        api_key: str = "",
     ) -> None:
         self.config = config
         self.prefill_engines = PrefillEngines(config)
@@ -112,7 +114,7 @@ class RankTransfers:
                 self.directory = control.address
                 started.callback(DirectoryService(control, directory).start().close)
             if config.role == "consumer":
-                self._ask_servers(started, must_query=must_query)
+                self._ask_servers(started, must_query=must_query, api_key=api_key)
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
@@ -128,10 +130,10 @@ class RankTransfers:
         moved = [group.kind for group in kinds]
         logger.info("kvconnector moves %s of %s as engine %s", moved, rank, config.engine_id)
 
-    def _ask_servers(self, started: ExitStack, *, must_query: bool) -> None:
+    def _ask_servers(self, started: ExitStack, *, must_query: bool, api_key: str) -> None:
         self.finder = Finder(must_query=must_query)
         started.callback(self.finder.close)
-        self.recomputer = Recomputer()
+        self.recomputer = Recomputer(api_key)
         started.callback(self.recomputer.close)
 
     def register(self, registry: HostPort, row: Mapping[str, object]) -> None:

@@ -136,7 +136,10 @@ ENTRIES: tuple[Entry, ...] = (
         ),
     ),
     Mentioned("srt/distributed/parallel_state.py", ("world_group",)),
-    Mentioned("srt/arg_groups/field_order.py", ("nnodes", "dist_init_addr", "load_balance_method")),
+    Mentioned(
+        "srt/arg_groups/field_order.py",
+        ("nnodes", "dist_init_addr", "load_balance_method", "api_key"),
+    ),
     Mentioned(
         "srt/environ.py",
         (

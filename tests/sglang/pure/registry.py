@@ -84,12 +84,14 @@ class Registry:
 
 
 class PrefillApi:
-    """A prefill server's HTTP API. `asked` has the bodies of what it was asked. Each is answered with `status` once
-    `answers` is set. `ended` counts the clients that went away before.
+    """A prefill server's HTTP API. `asked` has the bodies of what it was asked. Each is answered with `status` and
+    `headers` once `answers` is set, or with 401 if it has not the server's `key`. `answered`
+    has the answers' statuses. `ended` counts the clients that went away before.
     """
 
-    def __init__(self, status=200):
+    def __init__(self, status=200, key=None, headers=()):
         self.asked, self.answers, self.ended = deque(), threading.Event(), 0
+        self.answered = []
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -104,7 +106,11 @@ class PrefillApi:
                             return
                     except TimeoutError:
                         continue
-                self.send_response(status)
+                is_refused = key and self.headers["Authorization"] != f"Bearer {key}"
+                api.answered.append(401 if is_refused else status)
+                self.send_response(api.answered[-1])
+                for name, value in headers:
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(b'{"text": ""}')
 
