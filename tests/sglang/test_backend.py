@@ -168,7 +168,8 @@ def backend(monkeypatch):
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
-    monkeypatch.setattr(backend, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
+    serving = SimpleNamespace(host="127.0.0.1", port=1, api_key=None)
+    monkeypatch.setattr(backend, "get_serving", lambda: serving)
     monkeypatch.setattr(backend, "gather", lambda own, _: [own])
     monkeypatch.setattr(backend, "ModelConfig", config)
     with closing(Registry(disagg.disaggregation_bootstrap_port)):
@@ -406,15 +407,15 @@ def queue_of(backend, monkeypatch):
     return lambda manager: _PreallocQueue(backend, manager)
 
 
-def _serve_at(backend, monkeypatch, port):
-    serving = SimpleNamespace(host="127.0.0.1", port=port)
+def _serve_at(backend, monkeypatch, port, key=None):
+    serving = SimpleNamespace(host="127.0.0.1", port=port, api_key=key)
     monkeypatch.setattr(backend, "get_serving", lambda: serving)
 
 
 def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, queue_of):
     """By SGLang's own queue. The decode engine has no pages before the prefill engine has some, as for any prompt."""
-    with closing(PrefillApi()) as api:
-        _serve_at(backend, monkeypatch, api.port)
+    with closing(PrefillApi(key="k")) as api:
+        _serve_at(backend, monkeypatch, api.port, key="k")
         with _sides(backend, "cpu") as (prefill, decode):
             queue, room = queue_of(decode.manager), secrets.randbits(62) + 1
             req = _retracted(backend, room)
@@ -439,6 +440,11 @@ def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, que
             _until(SUCCESS, sender, receiver)
             assert decode.has(values)
             assert not api.asked, "it was asked for twice"
+            api.answers.set()
+            until_s = time.monotonic() + LIMIT_S
+            while not api.answered:
+                assert time.monotonic() < until_s
+            assert api.answered == [200]
             first_room = req.bootstrap_room
             queue.add(req, is_rebootstrap=True)
             assert req.bootstrap_room not in {room, first_room}, "each retraction has its own room"
