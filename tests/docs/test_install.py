@@ -45,7 +45,7 @@ def _served(clone):
     """Serve a clone as a web server would. Yields its address."""
     _run(["git", "update-server-info"], clone, os.environ)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=clone)) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/.git"

@@ -23,7 +23,7 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     # one small chunk after the other: the producer is killed long before the last
     staging = {"chunk_bytes": 16 << 10, "window": 1}
     options = {"shape": shape, "staging": staging, **PACKED}
-    d = start("d", "consumer", **options)
+    d = start("d", "consumer", peer={**PEER, "timeout_s": 5}, **options)
     p = start("p", "producer", elsewhere=True, **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
     d.load("warm", p.offer("warm", [0], 9), [0], 9)

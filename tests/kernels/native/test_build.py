@@ -76,13 +76,25 @@ def test_a_changed_source_makes_the_library_out_of_date(monkeypatch, tmp_path):
     assert not build.is_current(tmp_path / "missing.so")
 
 
-def test_a_wheel_is_for_all_pythons_of_this_machine_and_has_the_library(tmp_path, monkeypatch):
+def wheel_of(sources, folder):
+    """Build a wheel for this machine in a folder. Returns its path."""
     if not (build.system_compiler() or build.has_zig()):
         pytest.skip("no C compiler works here")
-    monkeypatch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
-    (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    assert path.endswith(f"-py3-none-linux_{platform.machine()}.whl")
-    with zipfile.ZipFile(path) as wheel:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
+        (path,) = WheelBuilder(str(sources)).build(directory=str(folder), versions=["standard"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_path(tmp_path_factory):
+    """The wheel of this checkout."""
+    return wheel_of(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_is_for_all_pythons_of_this_machine_and_has_the_library(wheel_path):
+    assert wheel_path.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel_path) as wheel:
         names = wheel.namelist()
         (built,) = (name for name in names if name.endswith(".so"))
         assert built == f"kvconnector_kernels/{build.NAME}"
@@ -97,17 +109,13 @@ def test_a_wheel_is_for_all_pythons_of_this_machine_and_has_the_library(tmp_path
         assert not any("numba" in line for line in needed)
 
 
-def test_an_archive_of_sources_and_the_wheel_made_of_it_name_their_commit(tmp_path, monkeypatch):
-    if not (build.system_compiler() or build.has_zig()):
-        pytest.skip("no C compiler works here")
-    monkeypatch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
+def test_an_archive_of_sources_and_the_wheel_made_of_it_name_their_commit(tmp_path):
     (path,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with tarfile.open(path) as archive:
         archive.extractall(tmp_path, filter="data")
     (sources,) = (each for each in tmp_path.iterdir() if each.is_dir())
     assert _version._version(sources / "kvconnector") == _version.__version__
-    (path,) = WheelBuilder(str(sources)).build(directory=str(tmp_path), versions=["standard"])
-    with zipfile.ZipFile(path) as wheel:
+    with zipfile.ZipFile(wheel_of(sources, tmp_path)) as wheel:
         names = wheel.namelist()
         wheel.extractall(tmp_path / "installed")
     assert len(names) == len({*names})
@@ -115,13 +123,9 @@ def test_an_archive_of_sources_and_the_wheel_made_of_it_name_their_commit(tmp_pa
     assert not any(name.startswith(("scripts", "tests", "examples")) for name in names)
 
 
-def test_a_wheel_of_a_checkout_names_its_commit_in_its_version(tmp_path, monkeypatch):
+def test_a_wheel_of_a_checkout_names_its_commit_in_its_version(wheel_path, tmp_path):
     """Two builds of one release can be told apart, as in the checkouts that they were made of."""
-    if not (build.system_compiler() or build.has_zig()):
-        pytest.skip("no C compiler works here")
-    monkeypatch.delenv("KVCONNECTOR_WHEEL_MACHINE", raising=False)
-    (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    with zipfile.ZipFile(path) as wheel:
+    with zipfile.ZipFile(wheel_path) as wheel:
         wheel.extractall(tmp_path / "installed")
     package = tmp_path / "installed" / "kvconnector"
     assert _version._version(package) == _version.__version__

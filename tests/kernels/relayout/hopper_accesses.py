@@ -87,8 +87,5 @@ def converting():
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "convert":
-        sys.stdout.write(" ".join(converting()))
-        sys.exit()
-    pairs = json.loads(sys.argv[1])
-    sys.stdout.write(json.dumps([accesses(side(*src), side(*dst)) for src, dst in pairs]))
+    pairs = [accesses(side(*src), side(*dst)) for src, dst in json.loads(sys.argv[1])]
+    sys.stdout.write(json.dumps({"accesses": pairs, "converting": converting()}))

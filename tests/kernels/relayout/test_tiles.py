@@ -39,14 +39,20 @@ def test_accesses_are_no_wider_than_the_alignment():
         assert plan.dst.align_bytes == align_bytes
 
 
-def test_hopper_code_moves_16_bytes_per_access(tmp_path):
+@pytest.fixture(scope="module")
+def hopper_code(tmp_path_factory):
+    """What is found in the code for Hopper, by one process."""
     command = ("-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS))
-    found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert json.loads(found) == [["ld.global 16 bytes", "st.global 16 bytes"]] * len(PAIRS)
+    folder = tmp_path_factory.mktemp("triton")
+    found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder))
+    return json.loads(found)
 
 
-def test_hopper_code_converts_exactly(tmp_path):
+def test_hopper_code_moves_16_bytes_per_access(hopper_code):
+    wanted = [["ld.global 16 bytes", "st.global 16 bytes"]] * len(PAIRS)
+    assert hopper_code["accesses"] == wanted
+
+
+def test_hopper_code_converts_exactly(hopper_code):
     """It divides as IEEE 754 does, keeps denormals, and leaves no rounding to instructions that some GPUs lack."""
-    command = ("-m", "tests.kernels.relayout.hopper_accesses", "convert")
-    found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert found.split() == ["div.rn.f32"]
+    assert hopper_code["converting"] == ["div.rn.f32"]

@@ -15,7 +15,7 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import Rank
 from kvconnector.layout import ALL_LAYERS, GroupBlocks, Watermark
-from kvconnector.session import ConsumerSession, load
+from kvconnector.session import ConsumerSession, load, peers
 from kvconnector.session import events as ev
 from kvconnector.session.consumer import LOAD_TABLE
 from kvconnector.session.engines import ENGINE_TABLE
@@ -23,7 +23,7 @@ from kvconnector.session.lease import lease_key
 from kvconnector.session.link import FromPeer
 from kvconnector.session.load import RemoteEngine
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
-from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
+from kvconnector.session.peers import EVENT_BYTES
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import FakeGroup, FakeModel, FakePart
@@ -198,10 +198,11 @@ def test_a_read_of_a_whole_prompt_waits_for_its_complete_lease():
     assert [started.send.read.read_id for started in harness.of(complete, "start_send")] == [1]
 
 
-def test_followers_beyond_the_limit_are_refused():
+def test_followers_beyond_the_limit_are_refused(monkeypatch):
+    num_kept = 100
+    monkeypatch.setattr(peers, "MAX_EARLY_BYTES", num_kept * EVENT_BYTES)
     side = harness.producer()
     harness.welcome(side)
-    num_kept = MAX_EARLY_BYTES // EVENT_BYTES
     for i in range(num_kept):
         key = m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET)
         assert side.handle(harness.follow(-1, key))[1:] == []
