@@ -76,8 +76,8 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
     reclaim_above: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """While more than this share of a cache group's blocks is held for consumers, the oldest requests that none has
-    asked for are taken back. Consumers that come later get `OfferReclaimedError`. 1 is never: how late a router asks
-    decode engines is known only to who runs it.
+    asked for within `peer.heartbeat_interval_s` are taken back. Consumers that come later get `OfferReclaimedError`. 1
+    is never: how late a router asks decode engines is known only to who runs it.
     """
 
 

@@ -124,7 +124,13 @@ class Driver:
         if config.role != "consumer":
             reply = hello_reply(config, pools, transport, datapath, incarnation)
             self.producer = ProducerSession(
-                engine, rank, reply, config.lease, config.peer.timeout_s, ports=self.ports
+                engine,
+                rank,
+                reply,
+                config.lease,
+                config.peer.timeout_s,
+                named_within_s=config.peer.heartbeat_interval_s,
+                ports=self.ports,
             )
         if config.role != "producer":
             self.consumer = ConsumerSession(

@@ -84,7 +84,7 @@ class Lease(Tracked[LeaseState]):
     It is published under its `keys`. If it `is_streamed`, it was granted before it was complete: its `followers` get a
     report whenever it grows, and the engine expects its release only once it `is_complete`. Its `outcome` is known, and
     the `reason` if it was aborted or taken back, before its last send has stopped. It `is_wanted` once any consumer has
-    asked for it.
+    asked for it; if none has, it ends at `reclaim_at`.
     """
 
     def __init__(self, table: Table[LeaseState], granted: LeaseOrder, now: float) -> None:
@@ -98,6 +98,7 @@ class Lease(Tracked[LeaseState]):
         self.is_complete = False
         self.is_wanted = False
         self.expires_at = NEVER
+        self.reclaim_at = NEVER
         self.keys: tuple[bytes, ...] = ()
         self.followers: tuple[Link, ...] = ()
         self.confirmed: dict[EngineId, set[Rank]] = {}

@@ -19,7 +19,7 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import Rank
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import Agenda
+from kvconnector.session.agenda import NEVER, Agenda
 from kvconnector.session.completion import Phase
 from kvconnector.session.containment import (
     failure_of,
@@ -108,8 +108,9 @@ class ProducerSession:
     table of peers.
 
     `reply` is the answer to the `Hello` of each compatible consumer. If it has an export, leases are published on the
-    board for consumers of this host. A consumer may be silent for `timeout_s`. The next `Tick` must come by
-    `next_deadline()`, which may be earlier than anything is due.
+    board for consumers of this host. A consumer may be silent for `timeout_s`, and has named each request that it waits
+    for after `named_within_s`. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is
+    due.
     """
 
     def __init__(
@@ -120,12 +121,14 @@ class ProducerSession:
         lease: LeaseConfig,
         timeout_s: float,
         *,
+        named_within_s: float = 0.0,
         ports: Ports,
     ) -> None:
         self._links, self._data, self._engine = ports.links, ports.data, ports.engine
         self._topology = TpKVTopology(geometry, rank)
         self._reply = reply
         self._config = lease
+        self._named_within_s = named_within_s
         self._leases: dict[str, Lease] = {}
         self._agenda: Agenda[Lease | Peer | EarlyEvents | EarlyEvent] = Agenda()
         self.next_deadline = self._agenda.next_deadline
@@ -237,14 +240,26 @@ class ProducerSession:
     def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
         """Take back a held request for which no consumer has asked: the pool is full of such.
 
-        A consumer of this host that reads it at this moment looks at the board again, as at any other end of a lease.
+        A consumer asks for a new request with its next heartbeat only, and a consumer of this host may be reading it
+        by then. So the request stays until it would have been named. A direct read that begins later still looks at
+        the board again, as at any other end of a lease.
         """
         lease = self._by_request.get(event.request_id)
         if lease is None:
             return  # it was released in the meantime
         lease.accept(event, now)
         if lease.state is LeaseState.HELD and not lease.is_wanted:
+            lease.reclaim_at = lease.trace.complete_s + self._named_within_s
+            self._end_if_reclaimed(lease, now)
+
+    def _end_if_reclaimed(self, lease: Lease, now: float) -> None:
+        """End a lease that is taken back if no consumer has asked for it by `reclaim_at`. Otherwise plan its end."""
+        if lease.is_wanted:
+            lease.reclaim_at = NEVER
+        if lease.reclaim_at <= now:
             self._end(lease, LeaseState.EXPIRED, _reclaimed_error())
+        else:
+            self._agenda.plan(lease, min(lease.reclaim_at, lease.expires_at))
 
     def _read_asked(self, event: FromPeer[m.Read], now: float) -> None:
         read = event.message
@@ -408,11 +423,11 @@ class ProducerSession:
 
     def _lease_due(self, lease: Lease, event: ev.Tick, now: float) -> None:
         """End a lease that was not renewed."""
-        if lease.expires_at > now:
-            self._agenda.plan(lease, lease.expires_at)
-        else:
+        if lease.expires_at <= now:
             lease.accept(event, now)
             self._end(lease, LeaseState.EXPIRED)
+        else:
+            self._end_if_reclaimed(lease, now)
 
     def _refuse(self, event: FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str) -> None:
         """Refuse a read or a follow."""

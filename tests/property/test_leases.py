@@ -21,12 +21,13 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.side = harness.producer(harness.EXPORT)
+        self.side = harness.producer(harness.EXPORT, harness.HEARTBEAT_S)
         self.links = {}
         self.numbers = iter(range(1, 1 << 30))
         self.held, self.sends, self.published = {}, {}, set()
         self.confirmed, self.released = {}, {}
-        self.wanted, self.reclaimed = set(), set()
+        self.named_at = {}
+        self.wanted, self.reclaimed = set(), {}
         for link in (-1, -2):
             self._greet(link)
 
@@ -57,7 +58,7 @@ class Leases(RuleBasedStateMachine):
         if outcome == "released":
             assert ends == {0, 1}, "blocks are released before all ranks have confirmed"
         elif outcome == "expired":
-            is_due = self.side.now >= until or name in self.reclaimed - self.wanted
+            is_due = self.side.now >= until or self._is_reclaimed(name)
             assert is_due, "a lease ended before its time"
         else:
             assert "abort" in ends, "a lease ended that no engine aborted"
@@ -68,7 +69,8 @@ class Leases(RuleBasedStateMachine):
             self.held[name], self.confirmed[name] = self.side.now + harness.LEASE_S, set()
             secret = next(self.numbers)
             self.wanted.discard(name)
-            self.reclaimed.discard(name)
+            self.reclaimed.pop(name, None)
+            self.named_at[name] = self.side.now + harness.HEARTBEAT_S
             self.released[name] = f"{secret:032}"
             self._handle(HoldRequest(name, name, self.released[name], harness.BLOCKS, 12))
 
@@ -106,11 +108,18 @@ class Leases(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def reclaim(self, name):
-        """Ends a lease exactly if no consumer has asked for it."""
-        is_unread = name in self.held and name not in self.wanted
-        self.reclaimed.add(name)
+        """Ends a lease exactly if no consumer has asked for it, once a heartbeat would have named it."""
+        if name in self.held and name not in self.wanted:
+            self.reclaimed[name] = self.named_at[name]
         self._handle(ReclaimRequest(name))
-        assert not (is_unread and name in self.held)
+
+    def _is_reclaimed(self, name):
+        at = self.reclaimed.get(name)
+        return at is not None and at <= self.side.now and name not in self.wanted
+
+    @invariant()
+    def what_is_taken_back_has_ended(self):
+        assert not [name for name in self.held if self._is_reclaimed(name)]
 
     @rule(name=NAMES)
     def withdraw(self, name):

@@ -161,7 +161,7 @@ def failed(error):
 EXPORT = PoolExport(pid=1, fd=3, nonce=bytes(16), num_buckets=1, device="cpu", tables=())
 
 
-def producer(export=None, **shape):
+def producer(export=None, named_within_s=0.0, **shape):
     """Make a producer worker of rank 0."""
     reply = m.HelloReply(
         incarnation="one",
@@ -170,7 +170,7 @@ def producer(export=None, **shape):
         timeout_ms=m.stated_timeout_ms(PEER.timeout_s),
     )
     settings = engine(**shape), Rank(0, 0), reply, LEASE, PEER.timeout_s
-    return Side(partial(ProducerSession, *settings))
+    return Side(partial(ProducerSession, *settings, named_within_s=named_within_s))
 
 
 def hold(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
