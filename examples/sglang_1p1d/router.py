@@ -109,7 +109,7 @@ def main() -> None:
     if len(ports) != len(arguments.prefill):
         parser.error("each --prefill needs its --bootstrap-port")
     app = Router(arguments.prefill, ports, arguments.decode).app()
-    web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=vllm.BACKLOG)
+    vllm.serve(app, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

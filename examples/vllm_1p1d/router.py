@@ -355,7 +355,12 @@ def main() -> None:
     parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
     arguments = parser.parse_args()
     app = Router(arguments.prefill, arguments.decode).app()
-    web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=BACKLOG)
+    serve(app, arguments.host, arguments.port)
+
+
+def serve(app: web.Application, host: str, port: int) -> None:
+    """Serve until interrupted. A client that goes away cancels its handler, whose requests both engines then abort."""
+    web.run_app(app, host=host, port=port, print=None, backlog=BACKLOG, handler_cancellation=True)
 
 
 if __name__ == "__main__":
