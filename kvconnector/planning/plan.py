@@ -176,6 +176,12 @@ def plan_read(
             `MAX_CHUNKS` allow.
     """
     _check_ranges(token_ranges, route.num_groups)
+    return _planned(route, token_ranges, chunk_bytes=chunk_bytes, layers=layers)
+
+
+def _planned(
+    route: Route, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range
+) -> SourceRead | None:
     all_members, all_rows = [], []
     nbytes = token_stop = layer_stop = max_chunks = 0
     segments = zip(route.segments, route.here, route.align_tokens, strict=True)
@@ -213,15 +219,6 @@ def plan_read(
     return SourceRead(*asked, tuple(all_members), tuple(all_rows), nbytes, token_stop, layer_stop)
 
 
-def _check_count(token_ranges: Sequence[range], num_groups: int) -> None:
-    if len(token_ranges) != num_groups:
-        raise GeometryError(
-            "a request needs one token range per cache group",
-            ranges=len(token_ranges),
-            groups=num_groups,
-        )
-
-
 def _step(align_tokens: Sequence[int], tokens_fit: int) -> int:
     """Return the tokens of a chunk that has a part of a row: as many as fit and are whole blocks, if possible."""
     return next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
@@ -237,7 +234,12 @@ def _most_chunks(
 
 
 def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:
-    _check_count(token_ranges, num_groups)
+    if len(token_ranges) != num_groups:
+        raise GeometryError(
+            "a request needs one token range per cache group",
+            ranges=len(token_ranges),
+            groups=num_groups,
+        )
     for tokens in token_ranges:
         if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
             raise GeometryError(
@@ -255,14 +257,14 @@ def plan_reads(
     layers: range = ALL_LAYERS,
 ) -> tuple[SourceRead, ...]:
     """Return a read for each of a consumer rank's routes that has some of `token_ranges[group]` in these layers.
-    Together they bring all heads. Optional cache groups that the producer lacks are not read. Raises GeometryError: as
-    `plan_read`.
+    Together they bring all heads. Optional cache groups that the producer lacks are not read. The ranges, one for each
+    of the consumer's cache groups, were checked with the load's blocks. Raises GeometryError: `chunk_bytes` is too
+    small, see `plan_read`.
     """
-    reads = []
-    for route in routes:
-        _check_count(token_ranges, route.num_own_groups)
-        common = token_ranges[: route.num_groups]
-        reads.append(plan_read(route, common, chunk_bytes=chunk_bytes, layers=layers))
+    reads = [
+        _planned(route, token_ranges[: route.num_groups], chunk_bytes=chunk_bytes, layers=layers)
+        for route in routes
+    ]
     return tuple(read for read in reads if read is not None)
 
 
@@ -273,5 +275,11 @@ def plan_transfer(
     *,
     chunk_bytes: int,
 ) -> tuple[SourceRead, ...]:
-    """Call `plan_routes` and `plan_reads`, for callers that plan only once. Raises what these raise."""
+    """Call `plan_routes` and `plan_reads`, for callers that plan only once.
+
+    Raises:
+        IncompatiblePeerError: see `plan_routes`.
+        GeometryError: see `plan_read`.
+    """
+    _check_ranges(token_ranges, len(consumer.geometry.groups))
     return plan_reads(plan_routes(consumer, producer), token_ranges, chunk_bytes=chunk_bytes)

@@ -41,7 +41,7 @@ class SegmentWindow:
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One side's end of all reads between two ranks. `peer` is the rank at the other end, `num_groups` the number of
-    cache groups that both have: reads name tokens of these. The last of `num_own_groups` may be missing there.
+    cache groups that both have: reads name tokens of these. Either side's last groups may be missing on the other.
 
     Chunks of `segments[i]` are best cut at multiples of the first of `align_tokens[i]` that fits, in members of its
     stripe: a common multiple of both sides' block sizes, then the larger one, then the smaller. `here[i]` is
@@ -52,7 +52,6 @@ class Route:
 
     peer: Rank
     num_groups: int
-    num_own_groups: int
     segments: tuple[Segment, ...]
     align_tokens: tuple[tuple[int, ...], ...]
     here: tuple[SegmentWindow, ...]
@@ -125,7 +124,6 @@ def make_route(
     return Route(
         peer=peer,
         num_groups=len(row_tokens),
-        num_own_groups=len(ours),
         segments=segments,
         align_tokens=align_tokens,
         here=_windows(segments, ours),

@@ -1,10 +1,11 @@
 """Checks a step's orders. An order with wrong blocks gets an error, and is refused alone.
 
-Only here our own block ids are compared with the pools: no id is negative or beyond the pool, there are enough for the
-tokens, and a load names none twice, since its tokens would replace each other. The data path computes addresses from
-these ids without another check. `offers.py` checks that a lease names no id twice. A peer's ids are checked elsewhere:
-those of a packed read against the lease (`session/read_check.py`), those of a direct read against the exported pools
-(`copies.py`).
+Each check has one place. Only here our own block ids are compared with the pools, whichever integration made the order:
+no id is negative or beyond the pool. The data path computes addresses from these ids without another check. Whether a
+load's blocks hold its tokens, and none of them twice, as these would replace each other, is checked here, too; for a
+lease by `offers.py`, where the engine offers it. A peer's ids are checked elsewhere: those of a packed read against the
+lease (`session/read_check.py`), those of a direct read against the exported pools (`copies.py`). A peer's token ranges
+are checked when they are planned (`planning.plan_read`), those of our own loads are not checked again there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import GroupBlocks
+from kvconnector.planning.plan import MAX_TOKENS
 from kvconnector.session.containment import failure_of
 from kvconnector.session.orders import (
     DropRequest,
@@ -122,4 +124,10 @@ def _check_blocks(order: Order, pools: Pools) -> None:
             )
         held = zip(pools.groups, order.local_blocks, order.token_ranges, strict=True)
         for group, blocks, (start, stop) in held:
+            if not 0 <= start <= stop <= MAX_TOKENS:
+                raise BlockIdError(
+                    f"the tokens of request {order.request_id} must lie between 0 and max_tokens",
+                    tokens=(start, stop),
+                    max_tokens=MAX_TOKENS,
+                )
             blocks.check_hold(range(start, stop), group.geometry.virtual_block_tokens, what=what)

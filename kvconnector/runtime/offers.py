@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_counts
 from kvconnector.ids import Id, new_secret
@@ -82,19 +83,25 @@ class FullPools:
         self._offers: dict[str, tuple[GroupBlocks, ...]] = {}
 
     def add(self, request_id: str, blocks: tuple[GroupBlocks, ...]) -> None:
-        """Count a new offer, whose ids are in the pools."""
+        """Count a new offer. Ids outside the pools, which the workers refuse, stand for no blocks."""
         self._offers[request_id] = blocks
-        for group, each in enumerate(blocks):
-            holders, ids = self._holders[group], np.unique(each.block_ids)
+        for group in range(len(blocks)):
+            holders, ids = self._holders[group], self._ids(blocks, group)
             self._used[group] += int(np.count_nonzero(holders[ids] == 0))
             holders[ids] += 1
 
     def remove(self, request_id: str) -> None:
         """Forget an offer, if it still counts."""
-        for group, each in enumerate(self._offers.pop(request_id, ())):
-            holders, ids = self._holders[group], np.unique(each.block_ids)
+        blocks = self._offers.pop(request_id, ())
+        for group in range(len(blocks)):
+            holders, ids = self._holders[group], self._ids(blocks, group)
             holders[ids] -= 1
             self._used[group] -= int(np.count_nonzero(holders[ids] == 0))
+
+    def _ids(self, blocks: tuple[GroupBlocks, ...], group: int) -> npt.NDArray[np.int32]:
+        """Return an offer's blocks of one group, each once."""
+        ids: npt.NDArray[np.int32] = np.unique(blocks[group].block_ids)
+        return ids[ids < len(self._holders[group])]
 
     def excess(self) -> list[str]:
         """Return the offers to take back, oldest first. They count no more."""
@@ -123,15 +130,19 @@ class Offers:
         workers: Sequence[WorkerMetadata],
         reclaim_above: float = 1.0,
     ) -> None:
-        # ranks may have pools of different sizes, and an id stands for a block in each
-        num_blocks = [min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)]
         sizes = [group.virtual_block_tokens for group in engine.ranks[0].groups]  # in rows
-        self._groups = list(zip(sizes, retentions, num_blocks, strict=True))
+        self._groups = list(zip(sizes, retentions, strict=True))
         self._streams: dict[str, Stream] = {}
         self.held: dict[str, str] = {}
         """The transfer of each request that is held."""
         self._names: set[str] = set()
-        self._full = FullPools(num_blocks, reclaim_above) if reclaim_above < 1.0 else None
+        self._full: FullPools | None = None
+        if reclaim_above < 1.0:
+            # ranks may have pools of different sizes, and an id stands for a block in each
+            num_blocks = [
+                min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)
+            ]
+            self._full = FullPools(num_blocks, reclaim_above)
 
     def __repr__(self) -> str:
         return f"<Offers {len(self.held)} held, streams {sorted(self._streams)}>"
@@ -171,7 +182,7 @@ class Offers:
         stop = max(1, watermark.step_stop)
         # only blocks of groups that keep every token stay the same while more tokens are computed
         known: list[list[int]] = []
-        for (size, retention, _), ids in zip(self._groups, all_ids, strict=True):
+        for (size, retention), ids in zip(self._groups, all_ids, strict=True):
             if not isinstance(retention, KeepsAll):
                 known.append([])
                 continue
@@ -227,7 +238,7 @@ class Offers:
                 "no message can carry this request's id", request=request_id
             ) from error
         held = stream.blocks(ids, firsts)
-        self._check_blocks(
+        self._check_tokens(
             f"the blocks of request {request_id}", held, num_tokens, num_encoder_tokens
         )
         if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
@@ -266,20 +277,14 @@ class Offers:
         """Return orders to take back the oldest requests, if those that are held fill too much of a pool."""
         return [] if self._full is None else [ReclaimRequest(each) for each in self._full.excess()]
 
-    def _check_blocks(
+    def _check_tokens(
         self, what: str, held: Sequence[GroupBlocks], num_tokens: int, num_encoder_tokens: int
     ) -> None:
-        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens."""
+        """Raises BlockIdError: a group's blocks do not hold its tokens, or one of them twice."""
         require_counts(BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens)
-        for index, (group, (size, retention, limit)) in enumerate(
-            zip(held, self._groups, strict=True)
-        ):
-            if group.num_blocks and (highest := int(group.block_ids.max())) >= limit:
-                raise BlockIdError(
-                    f"{what} are outside the pool", group=index, highest=highest, num_blocks=limit
-                )
+        for group, (size, retention) in zip(held, self._groups, strict=True):
             tokens = tokens_to_load(retention, 0, num_tokens, num_encoder_tokens)
             if isinstance(retention, KeepsState) and 0 <= group.first_block < num_tokens:
                 # a state of an earlier position, where the consumer continues
                 tokens = range(group.first_block, group.first_block + 1)
-            group.covering(tokens, size, what=what)  # raises
+            group.check_hold(tokens, size, what=what)

@@ -112,7 +112,8 @@ class Scheduler:
         lease_duration_s: float = 0.0,
         extra: bytes = b"",
     ) -> dict[str, Any]:
-        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request.
+        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request. If ids
+        are outside a rank's pool, that is soon, with the reason in `failed_sending`.
 
         Args:
             request_id: The engine's name for the request.
@@ -129,8 +130,8 @@ class Scheduler:
         Raises:
             LocalError: this engine is a consumer or closed, the request is offered already, no message can carry its id
                 (1 to 512 characters), `extra` is too long, or `lease_duration_s` is no number from 0 to 10^6.
-            BlockIdError: another number of cache groups, ids outside the pool or twice in a group, too few blocks, or
-                counts that are no integers from 0 to 2^31 - 1.
+            BlockIdError: another number of cache groups, block ids that no pool has, a block twice in a group, too few
+                blocks, or counts that are no integers from 0 to 2^31 - 1.
         """
         if self._service is None:
             raise LocalError("a consumer holds no requests", request=request_id)

@@ -146,8 +146,12 @@ def memory_in_use():
 
 
 def blocks_outside_the_pool():
-    with engine("p", "producer") as p:
-        return raised_by(p.offer, "r", [100, 101], 8)()
+    with closing(World(settings=QUICK)) as world:
+        p = world.start(FakeEngine("p", MODEL), role="producer")
+        p.grant("r", [[100, 101]], 8)
+        (worker,) = p.workers
+        assert world.run(lambda: worker.outbox.is_filled)
+        return worker.poll().failed_sending["r"]
 
 
 def cancelled_receive():
@@ -211,7 +215,7 @@ TABLE = {
     ),
     e.BlockIdError: (
         blocks_outside_the_pool,
-        ["request r", "outside the pool", "highest=101", "num_blocks=64"],
+        ["request r", "outside the pool", "highest=101", "num_blocks=32"],
     ),
     e.CacheSpecError: (raised_by(merge_specs, []), ["no spec to merge"]),
     e.UnknownRequestError: (

@@ -61,7 +61,7 @@ def half(window, cut, blocks, tokens, *, there=()):
     """Return a read of one segment, cut in any way."""
     num_rows = cut.rows[-1]
     nbytes = num_rows * len(tokens) * window.part_token_bytes
-    route = Route(Rank(0, 0), 1, 1, (), (), here=(window,), there=there)
+    route = Route(Rank(0, 0), 1, (), (), here=(window,), there=there)
     ends = tokens.stop, ALL_LAYERS.stop
     source = SourceRead(
         route, (tokens,), ALL_LAYERS, 1, (tokens,), (range(num_rows),), nbytes, *ends

@@ -49,6 +49,16 @@ REFUSED = [
     (HoldRequest("bad", "bad", "", (), 0), "another number of cache groups"),
     (LoadRequest("bad", (), (), ()), "another number of cache groups"),
     (LoadRequest("bad", (), (GroupBlocks.of([1]),), ()), "every cache group"),
+    # no message could carry them
+    (
+        _load("bad", GroupBlocks.of([1], (1 << 29)), tokens=(1 << 31, (1 << 31) + 4)),
+        "tokens of request bad must lie between 0",
+    ),
+    (
+        _load("bad", GroupBlocks.of([1]), tokens=(-4, -4)),
+        "tokens of request bad must lie between 0",
+    ),
+    (_load("bad", GroupBlocks.of([1]), tokens=(4, 0)), "tokens of request bad must lie between 0"),
 ]
 
 

@@ -5,9 +5,14 @@ from contextlib import nullcontext
 import pytest
 from msgspec import structs
 
+from kvconnector.config import LeaseConfig
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError, LocalError
 from kvconnector.runtime import Scheduler
+from kvconnector.runtime.intake import checked_orders
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.session.orders import ReclaimRequest
 from tests.support.fakes import FakeEngine, attention_model, metadata_of
+from tests.unit.datapath.caches import Caches, Shape
 from tests.unit.runtime.test_scheduler import CONFIG, STREAMED, hybrid
 
 PRODUCER = structs.replace(CONFIG, role="producer")
@@ -54,7 +59,6 @@ def test_a_last_rank_that_is_missing_is_noticed_by_its_heads():
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"blocks": [[1, 32]]}, "outside the pool .*highest=32, num_blocks=32"),
         ({"blocks": [[1, -1]]}, "block ids"),
         ({"blocks": [[1, "2"]]}, "block ids"),
         ({"blocks": [[1]]}, "do not hold these tokens"),
@@ -143,13 +147,40 @@ def test_a_request_is_offered_once_and_not_after_close(producer):
         producer.offer("s", blocks=[[2]], num_tokens=3)
 
 
-def test_the_smallest_pool_of_a_rank_bounds_what_is_offered():
-    first, second = metadata_of(FakeEngine("d", attention_model(), tp_size=2), "producer")
-    second = structs.replace(second, num_blocks=(4,))
-    with Scheduler(PRODUCER, [first, second]) as producer:
-        with pytest.raises(BlockIdError, match="outside the pool"):
-            producer.offer("r", blocks=[[4]], num_tokens=3)
-        producer.offer("r", blocks=[[3]], num_tokens=3)
+@pytest.mark.parametrize("num_blocks", [10, 30])
+def test_each_rank_compares_what_is_offered_with_its_own_pool(producer, num_blocks):
+    producer.offer("bad", blocks=[[1, 20]], num_tokens=8)
+    producer.offer("good", blocks=[[2, 3]], num_tokens=8)
+    step, outbox = producer.build_step(), Outbox()
+    pools = Caches(Shape(block=4, blocks=num_blocks), seed=None).pools
+    bad, good = orders = checked_orders(step, pools, "producer", outbox.note_contained)
+    assert good.error is None
+    outbox.expect(orders)
+    if num_blocks == 30:
+        assert bad.error is None
+        return
+    outbox.released("bad", "aborted")  # as the session does with a lease that was refused
+    failed = outbox.take().failed_sending["bad"]
+    assert failed.startswith("BlockIdError: the blocks of request bad are outside the pool")
+    assert "highest=20, num_blocks=10" in failed
+
+
+def test_an_offer_outside_the_pools_takes_none_of_their_room():
+    config = structs.replace(PRODUCER, lease=LeaseConfig(reclaim_above=0.5))
+    with Scheduler(config, metadata_of(role="producer")) as producer:
+        producer.offer("wrong", blocks=[[1, 1000]], num_tokens=8)
+        for number in range(3):
+            producer.offer(f"r{number}", blocks=[range(10, 25)], num_tokens=60)
+        assert not [
+            each for each in producer.build_step().orders if isinstance(each, ReclaimRequest)
+        ]
+        producer.offer("last", blocks=[range(25, 32)], num_tokens=28)
+        (first, *_) = [
+            each.request_id
+            for each in producer.build_step().orders
+            if isinstance(each, ReclaimRequest)
+        ]
+        assert first == "wrong"
 
 
 @pytest.mark.parametrize(

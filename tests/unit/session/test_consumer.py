@@ -129,9 +129,10 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
     assert harness.finished(calls) == harness.failed(type(error))
 
 
-def test_a_load_that_cannot_be_planned_fails(side):
+def test_a_load_that_cannot_be_planned_fails():
+    side = harness.consumer(chunk_bytes=1)  # less than a token
     harness.connect(side)
-    calls = side.handle(LoadRequest("w", ((0, 12), (0, 12)), harness.BLOCKS, harness.BLOCKS))
+    calls = side.handle(LoadRequest("w", ((0, 12),), harness.BLOCKS, harness.BLOCKS))
     assert [each.load.request_id for each in harness.of(calls, "finish_load") if each.error] == [
         "w"
     ]
