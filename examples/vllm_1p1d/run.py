@@ -103,6 +103,7 @@ def engine_command(
     model: str,
     port: int,
     connector: str = "KVConnector",
+    policy: str = "recompute",
     gpus: str | None = None,
     more: str = "",
 ) -> tuple[list[str], dict[str, str]]:
@@ -110,7 +111,7 @@ def engine_command(
     transfer = {
         "kv_connector": connector,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": policy,
     }
     if connector == "KVConnector":
         transfer["kv_connector_module_path"] = "kvconnector.integrations.vllm"

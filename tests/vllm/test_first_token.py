@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import ConfigError
-from kvconnector.integrations.vllm import first_token
+from kvconnector.integrations.vllm import first_token, outputs
+from kvconnector.integrations.vllm.answers import failure_params
 from kvconnector.integrations.vllm.identity import PromptEnd
 from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.integrations.vllm.params import CONTEXT, FIRST_TOKEN, TOKENS_DIGEST
@@ -327,7 +328,9 @@ def test_a_failed_load_is_logged_and_the_token_computed_here(
     outputs = load.end(kv_connector_worker_meta=report, **failure)
     assert "e: load of r1 failed: PeerLostError: gone" in caplog.messages
     if policy == "fail":
-        assert [str(output.finish_reason) for output in outputs] == ["error"]
+        (output,) = outputs
+        assert str(output.finish_reason) == "error"
+        assert output.kv_transfer_params == failure_params("PeerLostError: gone")
         return
     assert outputs == []
     load.check_computed(36 if is_partly_filled else 100)
@@ -429,26 +432,26 @@ def test_a_model_that_forgets_offers_whole_prompts_if_both_engines_always_use_fi
 
 
 @pytest.mark.parametrize(
-    "engine, used, plugins, reason",
+    "engine, used, plugins, reason, is_wrapped",
     [
-        ({"scheduler_cls": type("Own", (Scheduler,), {})}, {}, [], "the scheduler Own"),
-        ({}, {check_stop: ("x",)}, [], "another check_stop"),
-        ({}, {}, ["mine"], "custom logits processors"),
+        ({"scheduler_cls": type("Own", (Scheduler,), {})}, {}, [], "the scheduler Own", False),
+        ({}, {check_stop: ("x",)}, [], "another check_stop", False),
+        ({}, {}, ["mine"], "custom logits processors", True),
     ],
 )
 def test_an_engine_that_is_not_the_one_known_computes_first_tokens(
-    *, world, monkeypatch, caplog, engine, used, plugins, reason
+    *, world, monkeypatch, caplog, engine, used, plugins, reason, is_wrapped
 ):
     unwrapped = getattr(Scheduler.update_from_output, "__wrapped__", Scheduler.update_from_output)
     monkeypatch.setattr(Scheduler, "update_from_output", unwrapped)
     params = sampled(world, 100)
-    monkeypatch.setattr(first_token, "_USED", first_token._USED | used)
+    monkeypatch.setattr(outputs, "_USED", outputs._USED | used)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
     with pytest.raises(ConfigError, match=reason):
         world(engine=engine, first_token="always")
     consumer = world(engine=engine)
     assert reason in caplog.text
-    assert Scheduler.update_from_output is unwrapped
+    assert (Scheduler.update_from_output is not unwrapped) == is_wrapped
     monkeypatch.undo()
     consumer.add(100, params)
     (load,) = consumer.step()[0].loads
@@ -472,4 +475,4 @@ def test_other_connectors_in_the_process_are_left_alone(world, is_several):
         engine.scheduler.connector = stand_in
     (output,) = engine.complete(planned)
     assert output.new_token_ids == [7]
-    stand_in.emit_first_tokens.assert_not_called()
+    stand_in.add_to_outputs.assert_not_called()

@@ -15,13 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvconnector.errors import LocalError
-from kvconnector.integrations.vllm.first_token import EmitsFirstTokens
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     HandshakeMetadata,
     WorkerReport,
 )
+from kvconnector.integrations.vllm.outputs import AddsToOutputs
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
 from kvconnector.integrations.vllm.settings import Settings, check_deployment
@@ -48,7 +48,7 @@ _LAYOUT_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
 """The names that vLLM's own connectors return. `MultiConnector` compares those of its children."""
 
 
-class KVConnector(KVConnectorBase_V1, SupportsHMA, EmitsFirstTokens):
+class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     """Moves KV caches between prefill and decode engines of any tensor, pipeline and decode context parallelism, block
     size and layout.
 
@@ -216,10 +216,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, EmitsFirstTokens):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
-    def emit_first_tokens(
-        self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
+    def add_to_outputs(self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]) -> None:
         self._scheduler.first_tokens.emit(scheduler, outputs)
+        self._scheduler.explain(outputs)
 
     # -- both --
 

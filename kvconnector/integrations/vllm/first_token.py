@@ -10,9 +10,7 @@ A streamed prompt is loaded before P has sampled. Its token comes with P's last 
 before that report, so D never waits for the token alone. If the report has no token, or one that D cannot use, vLLM
 computes the prompt's last token, as for any prompt that is cached as a whole.
 
-vLLM's interface lets no connector emit tokens. So this module wraps one method, `Scheduler.update_from_output`, in the
-process of a scheduler whose connector loads, and calls the functions in `_USED`. It first compares the sources of all
-of these with those of the known releases. If one differs, it wraps nothing and D computes first tokens.
+vLLM's interface lets no connector emit tokens: `outputs.py` adds them. If it cannot, D computes first tokens.
 
 D can use P's token only if it would have drawn it from the same distribution, and if no later token depends on it being
 sampled rather than given. Requests with parameters for which that is not known, such as new ones in a later release,
@@ -22,24 +20,18 @@ are left alone.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import logging
 import time
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import ConfigError, RemoteProtocolError
 from kvconnector.integrations.vllm.identity import PromptEnd
@@ -48,6 +40,8 @@ from kvconnector.integrations.vllm.settings import FirstTokenPolicy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +72,6 @@ _CHECKED = tuple(
     if field.name not in _FREE.union(_COMPARED)
 )
 _EXTRA_ARGS = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}
-
-# digests of the sources in the known releases, 0.32 and 0.33; a single one if both have the same source
-_USED: dict[Any, tuple[str, ...]] = {
-    Scheduler.update_from_output: ("1f8d6e28ba4c3fcf", "3713fcfee525cd79"),
-    Scheduler.finish_requests: ("550697af508ebf26", "aad302ec49507a20"),
-    Scheduler._update_from_kv_xfer_finished: ("5c9fe4e703a01a3d",),
-    Scheduler._update_waiting_for_remote_kv: ("e5f67db8390f9398",),
-    Request.__init__: ("aa52657c12d36848",),
-    Request.append_output_token_ids: ("32def3ae04439bfc",),
-    check_stop: ("804ae3ffff783327",),
-}
 
 
 def request_obstacle(request: Request) -> str:
@@ -130,30 +113,21 @@ def sampling_digest(request: Request) -> str:
     return hashlib.blake2b(json.dumps(drawn, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-class EmitsFirstTokens(ABC):
-    """A connector that adds first tokens to the outputs of vLLM's scheduler. No other connector is called."""
-
-    @abstractmethod
-    def emit_first_tokens(
-        self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
-        """Add first tokens to a step's outputs, by client. Called by our wrapper of vLLM's scheduler."""
-
-
 class FirstTokens:
     """The first tokens that an engine sends with its offers, and those that it has received but not yet emitted.
 
     Args:
         vllm_config: The engine's configuration.
         policy: The option `first_token`.
-        loads: True if the engine loads prompts, for which its scheduler is wrapped.
+        obstacle: The reason why nothing can be added to the scheduler's outputs; "" if it can, or if the engine does
+            not load prompts.
 
     Raises:
         ConfigError: the policy is "always", and the engine cannot send or use first tokens.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, policy: FirstTokenPolicy, *, loads: bool = True
+        self, vllm_config: VllmConfig, policy: FirstTokenPolicy, *, obstacle: str = ""
     ) -> None:
         self._policy = policy
         self._vocabulary = vllm_config.model_config.get_vocab_size()
@@ -162,7 +136,7 @@ class FirstTokens:
         self._logged: set[str] = set()
         if policy == "never":
             return
-        obstacle = engine_obstacle(vllm_config) or (loads and scheduler_obstacle(vllm_config))
+        obstacle = engine_obstacle(vllm_config) or obstacle
         if obstacle and policy == "always":
             raise ConfigError("first_token=always cannot be used with this engine", has=obstacle)
         if obstacle:
@@ -251,7 +225,7 @@ class FirstTokens:
 
         Args:
             scheduler: vLLM's scheduler, for which these loads are still under way. A stop token ends its request here.
-            outputs: The outputs that its `update_from_output` returns, changed.
+            outputs: The outputs that its `update_from_output` returns; changed.
         """
         loaded, self._loaded = self._loaded, []
         for request, token in loaded:
@@ -293,41 +267,3 @@ def _make_prompt(request: Request, token: int) -> None:
     params = request.sampling_params = copy.copy(request.sampling_params)
     params.max_tokens = request.max_tokens
     params.min_tokens = max(0, params.min_tokens - 1)
-
-
-def scheduler_obstacle(vllm_config: VllmConfig) -> str:
-    """Wrap the scheduler's method. Returns the reason why it cannot be wrapped; "" if it is."""
-    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    if scheduler not in {Scheduler, AsyncScheduler}:
-        return f"the scheduler {scheduler.__qualname__}"
-    original = Scheduler.update_from_output
-    if getattr(original, "emits_first_tokens", False):
-        return ""
-    unknown = [
-        function.__qualname__
-        for function, digests in _USED.items()
-        if source_digest(function) not in digests
-    ]
-    if unknown:
-        return f"another {' and '.join(unknown)} than the known releases of vLLM"
-
-    @functools.wraps(original)
-    def update_from_output(
-        self: Scheduler, *arguments: Any, **named: Any
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = original(self, *arguments, **named)
-        is_several = isinstance(self.connector, MultiConnector)
-        for connector in self.connector.sub_connectors if is_several else (self.connector,):
-            if isinstance(connector, EmitsFirstTokens):
-                connector.emit_first_tokens(self, outputs)
-        return outputs
-
-    update_from_output.emits_first_tokens = True  # type: ignore[attr-defined]
-    Scheduler.update_from_output = update_from_output
-    return ""
-
-
-def source_digest(function: Any) -> str:
-    """Return a digest of a function's own source, not of a function that it wraps."""
-    source = inspect.getsource(function.__code__)
-    return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

@@ -12,9 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import KVConnectorError, LocalError
+from kvconnector.integrations.vllm.answers import failure_params
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.first_token import FirstTokens
@@ -26,6 +28,7 @@ from kvconnector.integrations.vllm.messages import (
     HandshakeMetadata,
     WorkerReport,
 )
+from kvconnector.integrations.vllm.outputs import scheduler_obstacle
 from kvconnector.integrations.vllm.params import (
     BEFORE_END,
     CONTEXT,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -83,7 +87,10 @@ class SchedulerHalf:
         self._identities: dict[str, tuple[Identity, ...]] = {}
         """Those of streamed prompts that the next step loads."""
         self._idle_steps = IdleSteps(vllm_config)
-        self.first_tokens = FirstTokens(vllm_config, settings.first_token, loads=self._loads)
+        obstacle = scheduler_obstacle(vllm_config) if self._loads else ""
+        self.first_tokens = FirstTokens(vllm_config, settings.first_token, obstacle=obstacle)
+        self._failures: dict[str, str] = {}
+        """Why loads failed that ended in this step, by request."""
         self._sent, self._received = Reports(), Reports()
         self.partly_filled = PartlyFilled()
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
@@ -368,6 +375,7 @@ class SchedulerHalf:
             self.first_tokens.sampled(name, extra)
         for name in failed:
             self.first_tokens.forget(name)
+        self._failures = {name: reasons[name] for name in failed}
         self.first_tokens.loaded(our_received)
         self._scheduler.update(
             WorkerOutput(
@@ -378,6 +386,18 @@ class SchedulerHalf:
                 begun=report.begun,
             )
         )
+
+    def explain(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add to a step's outputs, by client, why loads failed. vLLM leaves them out, and its server says "Internal
+        server error"; see `answers.py`.
+        """
+        failures, self._failures = self._failures, {}
+        if not failures:
+            return
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.finish_reason == FinishReason.ERROR and output.request_id in failures:
+                    output.kv_transfer_params = failure_params(failures[output.request_id])
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ from tests.vllm.harness.data_parallel import address_per_rank, one_address
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import Outcome
-from tests.vllm.harness.servers import http_example, metrics
+from tests.vllm.harness.servers import failed_answers, http_example, metrics
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ CASES = (
         "dp2-dp2-mla", one_address("mla-moe", prefill=2, decode=2, more=MLA_EXPERTS), **SPREAD
     ),
     _servers("metrics", metrics, is_quick=True),
+    _servers("failed-answers", failed_answers),
     _servers("vllm-router", launchers.vllm_router, needs=("vllm_router",)),
     _servers("ray-serve", launchers.ray_serve, needs=("ray",)),
     _servers("ray-serve-nodes", launchers.ray_nodes, needs=("ray", "hosts")),

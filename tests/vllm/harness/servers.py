@@ -33,12 +33,24 @@ GPU_ARGUMENTS = (
 )
 
 
+RETRY_MIDDLEWARE = "--middleware kvconnector.integrations.vllm.answers.RetryMiddleware"
+
+
 class Servers:
     """API servers of a `kind` of model. `options`: further options of vLLM, by server; a server's name begins with its
-    role, up to a dash.
+    role, up to a dash. `policy`: what becomes of a request whose load failed.
     """
 
-    def __init__(self, folder, stack, device, kind="llama", options=MappingProxyType(PLAIN)):
+    def __init__(
+        self,
+        folder,
+        stack,
+        device,
+        kind="llama",
+        options=MappingProxyType(PLAIN),
+        *,
+        policy="recompute",
+    ):
         model = make_model(folder / "models", kind=kind)
         if not (model / "tokenizer.json").exists():
             save_tokenizer(model)
@@ -51,6 +63,7 @@ class Servers:
                 number,
                 model=self.model,
                 port=base,
+                policy=policy,
                 gpus=gpus_of(device, number, more),
                 more=f"{own_options(device)} {more}",
             )
@@ -113,8 +126,7 @@ def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
     """
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    prompt = " ".join(f"w{(17 * number + 31 * seed) % 1021}" for number in range(NUM_TOKENS))
-    common = {"model": model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+    common = {"model": model, "prompt": prompt_of(seed), "temperature": 0.0, "ignore_eos": True}
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     full = {**common, "max_tokens": MAX_TOKENS, **body}
     text = fetch("POST", f"{url}/v1/completions", full, headers=headers)
@@ -130,6 +142,10 @@ def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
         num_tokens=usages[-1],
         num_parts=len(choices),
     )
+
+
+def prompt_of(seed):
+    return " ".join(f"w{(17 * number + 31 * seed) % 1021}" for number in range(NUM_TOKENS))
 
 
 def gpus_of(device, number, options):
@@ -213,6 +229,41 @@ def _a_lost_producer(servers, outcome):
     outcome.check("one more failure", sum(failures(found).values()), 2)
     outcome.check("its cause", causes <= {"PeerLostError", "PeerUnreachableError"})
     outcome.check("still one transfer", found.get("xfer_time_seconds_count"), 1)
+
+
+def failed_answers(folder, outcome, device):
+    """A router reads from the decode server's answer why a load failed, and where to try again."""
+    os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "KVCONNECTOR_PATHS_DIRECT": "never"}
+    options = {"prefill": "", "decode": RETRY_MIDDLEWARE}
+    with ExitStack() as stack:
+        servers = Servers(folder, stack, device, options=options, policy="fail")
+        _compare(servers, outcome, "a transfer", 1)
+        late = {seed: servers.offer(seed) for seed in (2, 3)}
+        expired = becomes(lambda: servers.metrics("prefill")["num_kv_expired_reqs_total"] == 2)
+        outcome.check("two expired leases", expired)
+        causes = ("LeaseExpiredError", "UnknownTransferError")
+        for is_streamed, seed in enumerate(late):
+            status, error = _failure(servers, seed, late[seed], is_streamed=bool(is_streamed))
+            how = "streamed, " if is_streamed else ""
+            outcome.check(f"{how}status", status, example.OK if is_streamed else 500)
+            outcome.check(f"{how}an expired lease", error.get("cause", "").startswith(causes))
+            outcome.check(f"{how}where to try again", error.get("retry"), "same")
+        offer = servers.offer(4)
+        servers.kill("prefill")
+        status, error = _failure(servers, 4, offer)
+        outcome.check("a lost producer", (status, error.get("retry")), (500, "other"))
+        outcome.check("its message", error["message"].endswith("(retry: other)"))
+        outcome.check("later requests", len(servers.ask("decode", 5).tokens), MAX_TOKENS)
+
+
+def _failure(servers, seed, offer, *, is_streamed=False):
+    """Return the status and the error of the decode server's answer to a request whose load fails."""
+    body = {"model": servers.model, "prompt": prompt_of(seed), "max_tokens": 2}
+    body |= {"stream": is_streamed, "kv_transfer_params": offer}
+    status, answer = example.http("POST", f"{servers.urls['decode']}/v1/completions", body)
+    text = answer.decode()
+    first = text.splitlines()[0].removeprefix("data: ") if is_streamed else text
+    return status, json.loads(first).get("error", {})
 
 
 def http_example(folder, outcome, device, more=""):
