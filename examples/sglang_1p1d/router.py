@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that any directory may 
 from vllm_1p1d import router as vllm
 
 ROOM_BITS = 63
-EVENT_OF_ERROR = b'data: {"error"'
 
 
 class Router(vllm.Router):
@@ -72,7 +71,7 @@ class Router(vllm.Router):
                 await prefilled  # a prefill engine that is gone is not waited for
             upstream, first = await begun
             async with upstream:
-                if upstream.status != vllm.OK or first.startswith(EVENT_OF_ERROR):
+                if not vllm.Begun(upstream, first).is_good:
                     raise vllm.Failed.of(upstream, first + await upstream.read())
                 response = await self._pass_on(request, upstream, first)
             # it ends a moment later; cancelled now, it would count as aborted

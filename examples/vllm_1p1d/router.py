@@ -62,6 +62,9 @@ SAME, OTHER, NEVER = "same", "other", "never"
 """Where an engine's failure says that a request may be sent again; see `kvconnector.errors.Retry`."""
 _RETRY = re.compile(r'\bretry"?: ?"?(same|other|never)\b')
 _BUSY = frozenset({408, 429})
+EVENT = b"data: "
+EVENT_OF_ERROR = b'data: {"error"'
+END_OF_EVENT = b"\n\n"
 
 
 class Prefilled(NamedTuple):
@@ -76,6 +79,13 @@ class Begun(NamedTuple):
     response: aiohttp.ClientResponse
     content: bytes
 
+    @property
+    def is_good(self) -> bool:
+        """False if it is an error. A stream has its status before its load has ended, so its first event says it."""
+        event, _, rest = self.content.partition(END_OF_EVENT)
+        event = rest if _has_only_role(event) else event
+        return self.response.status == OK and not event.startswith(EVENT_OF_ERROR)
+
 
 class Failed(Exception):
     """A request failed before the client has got anything: the answer for it, and where to try again."""
@@ -88,7 +98,8 @@ class Failed(Exception):
     def of(cls, answer: aiohttp.ClientResponse, content: bytes) -> Failed:
         """The failure that an engine answers."""
         copy = web.Response(status=answer.status, body=content, content_type=answer.content_type)
-        return cls(copy, retry_of(answer.status, content))
+        # a stream that begins with an error had begun well
+        return cls(copy, retry_of(500 if answer.status == OK else answer.status, content))
 
 
 def retry_of(status: int, content: bytes) -> str:
@@ -97,6 +108,24 @@ def retry_of(status: int, content: bytes) -> str:
     if found is not None:
         return found[1]
     return OTHER if status >= 500 or status in _BUSY else NEVER
+
+
+def _has_only_role(event: bytes) -> bool:
+    """Return True for the event with which vLLM begins a chat, before it has a token or knows of a failure."""
+    try:
+        choices = json.loads(event.removeprefix(EVENT))["choices"]
+        return all(
+            choice["delta"].keys() <= {"role", "content"} and not choice["delta"].get("content")
+            for choice in choices
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_before_words(content: bytes) -> bool:
+    """Return True if the first event of a stream, or what follows a role, is not complete."""
+    event, _, rest = content.partition(END_OF_EVENT)
+    return END_OF_EVENT not in (rest if _has_only_role(event) else content)
 
 
 class Router:
@@ -200,7 +229,7 @@ class Router:
                     raise
                 decode = next(self._decode)
         async with upstream:
-            if upstream.status != OK:
+            if not Begun(upstream, first).is_good:
                 raise Failed.of(upstream, first + await _rest_of(upstream))
             return await self._pass_on(request, upstream, first)
 
@@ -231,7 +260,7 @@ class Router:
             except Failed:
                 return None  # it is lost: another one gets what the prefill engine offers
             async with upstream:
-                is_good = upstream.status == OK
+                is_good = Begun(upstream, first).is_good
                 return await self._pass_on(request, upstream, first) if is_good else None
         finally:
             begun.cancel()
@@ -239,7 +268,13 @@ class Router:
     async def _begun(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Begun:
         upstream = await self._post(url, body, headers)
         try:
-            return Begun(upstream, await upstream.content.readany())
+            content = await upstream.content.readany()
+            while content.startswith(EVENT) and _is_before_words(content):
+                more = await upstream.content.readany()
+                if not more:
+                    break
+                content += more
+            return Begun(upstream, content)
         except (aiohttp.ClientError, TimeoutError) as error:
             upstream.close()
             raise _unanswered(url, error) from error

@@ -12,12 +12,16 @@ import sglang_1p1d.router
 from vllm_1p1d.router import MAX_TRIES, Router, retry_of
 
 SENT = {"prompt": "p"}
+EVENTS = "text/event-stream"
+ROLE = 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+TOKEN = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+DONE = "data: [DONE]\n\n"
 FAILURE = '{"error": {"message": "%s (retry: %s)"}}'
 
 
 class Engine:
     """A stand-in. It answers its next requests with `answers`, an HTTP status and a text each, then well. A status of
-    None breaks the connection off.
+    None breaks the connection off. A text in parts is a stream, each part sent by itself.
     """
 
     def __init__(self, name, *answers):
@@ -29,6 +33,13 @@ class Engine:
         status, text = self.answers.pop(0) if self.answers else (200, None)
         if status is None:
             request.transport.abort()
+        if isinstance(text, tuple):
+            stream = web.StreamResponse(status=status, headers={"Content-Type": EVENTS})
+            await stream.prepare(request)
+            for part in text:
+                await stream.write(part.encode())
+                await asyncio.sleep(0.01)  # in a packet of its own
+            return stream
         if text is not None or status is None:
             return web.Response(status=status or 500, text=text, content_type="application/json")
         params = {"remote_request_id": f"{self.name} {len(self.asked)}"}
@@ -131,6 +142,27 @@ def test_a_stream_of_sglang_s_that_begins_with_an_error_has_failed():
     decode = Engine("d", (200, event))
     status, text = through(make_router, [Engine("p")], [decode], path="/generate")
     assert (status, '"by": "d"' in text, len(decode.asked)) == (200, True, 2)
+
+
+@pytest.mark.parametrize("parts", [("{}",), (ROLE, "{}"), (ROLE[:20], ROLE[20:] + "{}")])
+@pytest.mark.parametrize("retry, by", [("same", "d1"), ("other", "d2"), ("never", "")])
+@pytest.mark.parametrize("make_router", [Router, *ROUTERS[2].values])
+def test_a_stream_that_begins_with_an_error_has_failed(make_router, parts, retry, by):
+    """vLLM begins a stream before its load has ended, and a chat with an event of its own."""
+    event = f"data: {FAILURE % ('lost', retry)}\n\n"
+    text = (*(part.replace("{}", event) for part in parts), DONE)
+    decodes = Engine("d1", (200, text)), Engine("d2")
+    _, found = through(make_router, [Engine("p1"), Engine("p2")], decodes)
+    assert f'"by": "{by}"' in found if by else "lost" in found
+
+
+@pytest.mark.parametrize("parts", [(ROLE, TOKEN, DONE), (TOKEN, DONE), ("data: ?\n\n", DONE)])
+def test_a_stream_that_begins_well_is_passed_on(parts):
+    error = f"data: {FAILURE % ('later', 'same')}\n\n"
+    decode = Engine("d", (200, (*parts[:-1], error, DONE)))
+    _, found = through(Router, [Engine("p")], [decode])
+    assert found == "".join((*parts[:-1], error, DONE))
+    assert len(decode.asked) == 1
 
 
 @pytest.mark.parametrize(
