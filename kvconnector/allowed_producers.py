@@ -7,13 +7,13 @@ import re
 from typing import NamedTuple
 
 from kvconnector.errors import ConfigError
+from kvconnector.ids import MAX_PORT
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _ENTRY = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>(?:\*\.)?[\w.-]+))(?::(?P<port>[0-9]{1,5}))?"
 )
-_MAX_PORT = 65535
 
 
 class _Entry(NamedTuple):
@@ -63,7 +63,7 @@ def _parsed(entry: str) -> _Entry:
             ) from error
     is_bare_v6 = entry.count(":") > 1 and not entry.startswith("[")
     match = _ENTRY.fullmatch(f"[{entry}]" if is_bare_v6 else entry)
-    if match is None or int(match["port"] or 1) not in range(1, _MAX_PORT + 1):
+    if match is None or int(match["port"] or 1) not in range(1, MAX_PORT + 1):
         raise ConfigError(
             "control.allowed_producers takes networks, hosts, and hosts with a port", entry=entry
         )

@@ -18,13 +18,12 @@ import msgspec
 
 from kvconnector.allowed_producers import AllowedProducers
 from kvconnector.errors import ConfigError
-from kvconnector.ids import Id
+from kvconnector.ids import MAX_PORT, Id
 
 logger = logging.getLogger(__name__)
 Role = Literal["producer", "consumer", "both"]
 # The upper bound refuses infinity: every wait ends.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-MAX_PORT = 65535
 Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 KIB = 1 << 10
 MIB = 1 << 20

@@ -15,6 +15,9 @@ control channel but takes lines of text.
 Id = Annotated[str, Meta(min_length=1, max_length=512, pattern=PRINTED)]
 """A name that travels: of an engine, a request, a transfer or a start."""
 
+MAX_PORT = 65535
+"""Of TCP."""
+
 EngineId = NewType("EngineId", str)
 """The operator's or the engine's name for one engine (all its ranks). Stable across restarts."""
 

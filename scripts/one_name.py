@@ -1,4 +1,5 @@
-"""Fails when two modules of the package give one public name to two classes, functions or types.
+"""Fails when two modules of the package give one public name to two classes, functions or types, or two modules of the
+core to two constants.
 
 A reader who searches for a name should find one thing. `SAME` lists the exceptions with their reasons: the same thing
 for another device, or entry points.
@@ -13,8 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvconnector", "kernels")
+RIM = ("kvconnector/bench", "kvconnector/cli", "kvconnector/integrations")
+"""Their constants are their own."""
 SAME = {
+    "COPY": "the library's function for each device",
     "ElementOrder": "the wire's, and the kernels' own of the same values",
+    "ITEM_SIZES_BYTES": "those of named types, and those that the kernels copy",
+    "NAME": "the library's, for its build and its users",
+    "PAD_SLOT_ID": "the cache's, and the kernels' own of the same value",
+    "READ": "the library's function for each device",
     "apply_writes": "a kernel and its oracle",
     "check_block_ids": "the pool's check, and the kernels' own of their arguments",
     "gather_rows": "a kernel and its oracle",
@@ -25,29 +33,36 @@ SAME = {
 }
 
 
-def name_of(node: ast.stmt) -> str:
-    """Return the name of a class, a function or a type that a statement defines, else an empty one."""
+def name_of(node: ast.stmt, *, takes_constants: bool) -> str:
+    """Return the name of a class, a function, a type or a constant that a statement defines, else an empty one."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return node.name
     target: ast.expr | None = None
     if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
         target = node.target
-    elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(
-        ("Annotated[", "NewType(")
-    ):
+    elif (
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.value).startswith(("Annotated[", "NewType("))
+    ) or (takes_constants and isinstance(node, ast.Assign) and is_constant(node.targets[0])):
         target = node.targets[0]
     return target.id if isinstance(target, ast.Name) else ""
 
 
+def is_constant(target: ast.expr) -> bool:
+    """Returns True for a name in capitals."""
+    return isinstance(target, ast.Name) and target.id.isupper()
+
+
 def find_names() -> dict[str, list[str]]:
-    """Return the modules of each public class, function and type at module level, by its name."""
+    """Return the modules of each public class, function, type and constant at module level, by its name."""
     modules = defaultdict(list)
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
+            module = path.relative_to(ROOT).as_posix()
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                name = name_of(node)
+                name = name_of(node, takes_constants=not module.startswith(RIM))
                 if name and not name.startswith("_"):
-                    modules[name].append(path.relative_to(ROOT).as_posix())
+                    modules[name].append(module)
     return modules
 
 

@@ -89,9 +89,9 @@ releasing, keeping = _load(PATH)
 """The same functions. Calls of `releasing` release the GIL: use it for what sleeps or takes more than microseconds."""
 
 
-def address_of_function(name: str) -> int:
-    """Return the address of one of the library's functions, for C that calls it."""
-    address = ctypes.cast(getattr(keeping, name), c_void_p).value
+def address_of_function(name: str, library: ctypes.CDLL = keeping) -> int:
+    """Return the address of a function of a library, by default ours, for C that calls it."""
+    address = ctypes.cast(getattr(library, name), c_void_p).value
     assert address is not None  # getattr would have raised
     return address
 

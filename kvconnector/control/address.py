@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from kvconnector.config import is_wildcard
 from kvconnector.errors import ConfigError
+from kvconnector.ids import MAX_PORT
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})"
 )
-_MAX_PORT = 65535
 _MAX_NAME = 253
 """Characters of a host name (RFC 1035)."""
 
@@ -37,8 +37,8 @@ def parse_address(address: str) -> HostPort:
     if match is None:
         raise ConfigError("control address is not tcp://host:port", address=address)
     host, port = match["v6"] or match["name"], int(match["port"])
-    if not 1 <= port <= _MAX_PORT:
-        raise ConfigError(f"port of a control address must be 1 to {_MAX_PORT}", address=address)
+    if not 1 <= port <= MAX_PORT:
+        raise ConfigError(f"port of a control address must be 1 to {MAX_PORT}", address=address)
     if match["v6"]:
         _parse_ip(host, address=address)
     else:

@@ -1,10 +1,7 @@
-"""Shared by the halves of the data path: the queue of their events, the errors of reads that cannot be copied, and
-addresses of C functions.
-"""
+"""Shared by the halves of the data path: the queue of their events, and the errors of reads that cannot be copied."""
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 
 from kvconnector.errors import KVConnectorError, TransportError
@@ -28,10 +25,3 @@ class EventQueue(deque[object]):
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
     """Return the reason why a read cannot be copied, as an error of ours."""
     return error if isinstance(error, KVConnectorError) else TransportError(str(error))
-
-
-def function_address(library: ctypes.CDLL, name: str) -> int:
-    """Return the address of a C function."""
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert address is not None  # getattr would have raised
-    return address

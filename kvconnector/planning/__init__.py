@@ -6,6 +6,7 @@ from kvconnector.planning.naive import naive_plan as naive_plan
 from kvconnector.planning.naive import plan_items as plan_items
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
 from kvconnector.planning.plan import MAX_CHUNKS as MAX_CHUNKS
+from kvconnector.planning.plan import MAX_TOKENS as MAX_TOKENS
 from kvconnector.planning.plan import SourceRead as SourceRead
 from kvconnector.planning.plan import plan_read as plan_read
 from kvconnector.planning.plan import plan_reads as plan_reads

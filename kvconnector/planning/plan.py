@@ -43,8 +43,8 @@ SHORT_CHUNK_BYTES = 16 << 20
 """Nothing travels while a read's first chunk is packed or its last one is unpacked, so both are halved until they have
 about this size or a single row. Not further: while a GPU computes, each piece waits for its turn there."""
 
-MAX_TOKENS = int(np.iinfo(np.int32).max)
-"""The longest sequence that a chunk's fields can address."""
+MAX_TOKENS = (1 << 31) - 1
+"""The longest sequence that a chunk's fields, which are int32, can address."""
 
 MAX_CHUNKS = 1 << 20
 """The most chunks of a read. Each costs time and memory on both sides, which refuse more before they cut any."""

@@ -19,8 +19,8 @@ from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
-CLOSE_TIMEOUT_S = 3.0
+LISTEN_S = 0.5
+STOP_TIMEOUT_S = 3.0
 MAX_UNASKED = 64
 """An engine of at most this many workers names all of them at once, which saves a second request."""
 
@@ -103,7 +103,7 @@ class DirectoryService:
     def close(self) -> None:
         """Stop answering and free the port. Idempotent."""
         self._stop()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(STOP_TIMEOUT_S)
 
     def abandon(self) -> None:
         """Stop without waiting: the scheduler was collected without `close`. In a forked child, do nothing."""
@@ -123,7 +123,7 @@ class DirectoryService:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self.turn(POLL_S)
+                self.turn(LISTEN_S)
         except Exception:
             logger.exception("the directory service failed; no new consumer can find this engine")
         finally:

@@ -11,7 +11,7 @@ from kvconnector.folded_log import FoldedLog
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 5
+MAX_IN_A_LINE = 5
 """Most requests that one line names."""
 UNKNOWN = "no worker said why"
 LINES_A_MINUTE = 10
@@ -38,9 +38,9 @@ class FailureLog:
         for request_id, reason in reasons.items():
             by_cause[reason.partition(" [")[0]].append(request_id)
         for cause, requests in by_cause.items():
-            named = ", ".join(requests[:MAX_NAMED])
-            if len(requests) > MAX_NAMED:
-                named += f" and {len(requests) - MAX_NAMED} more"
+            named = ", ".join(requests[:MAX_IN_A_LINE])
+            if len(requests) > MAX_IN_A_LINE:
+                named += f" and {len(requests) - MAX_IN_A_LINE} more"
             text = f"{self._engine_id}: {what} of {named} failed: {reasons[requests[0]] or UNKNOWN}"
             if cause.startswith(TransferAbortedError.__name__):
                 logger.debug("%s", text)

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
-from kvconnector.planning import GroupBlocks
-from kvconnector.planning.plan import MAX_TOKENS
+from kvconnector.planning import MAX_TOKENS, GroupBlocks
 from kvconnector.session.containment import failure_of
 from kvconnector.session.orders import (
     DropRequest,

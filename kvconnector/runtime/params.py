@@ -23,7 +23,7 @@ from msgspec import Meta, structs
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import EngineAddress, EngineId, Id
-from kvconnector.planning import GroupBlocks
+from kvconnector.planning import MAX_TOKENS, GroupBlocks
 from kvconnector.session.orders import HoldRequest
 from kvconnector.topology import EngineGeometry
 
@@ -32,8 +32,6 @@ from kvconnector.wire.messages import Secret128
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
-MAX_TOKENS = (1 << 31) - 1
-"""Most tokens of a prompt that is still computed."""
 MAX_SHARING = 256
 """Most cache groups of an offer that names a list once for several: a short text must not become a long order."""
 FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")

@@ -31,7 +31,7 @@ from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.layout.watermark import ALL_LAYERS, MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
-from kvconnector_kernels.pump.board import (
+from kvconnector_kernels.pump.board_entries import (
     ENTRIES_PER_BUCKET,
     ENTRY,
     ENTRY_BYTES,

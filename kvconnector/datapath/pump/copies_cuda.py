@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconnector.datapath.base import function_address
 from kvconnector.datapath.device_memory import FENCE_WORDS, Fences, addresses_of, await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -29,6 +28,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, RequestBlocks
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.load import RankRead
+from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump.copy_cuda import COPY, READ
 from kvconnector_kernels.pump.records import (
     DIGEST_BYTES,
@@ -111,12 +111,12 @@ class CudaCopies(Copies):
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
         self._ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
         self._driver = Cuda(
-            launch_kernel=function_address(self._cuda, "cuLaunchKernel"),
-            write_value=function_address(self._cuda, "cuStreamWriteValue32_v2"),
-            memcpy_to_device=function_address(self._cuda, "cuMemcpyHtoDAsync_v2"),
+            launch_kernel=address_of_function("cuLaunchKernel", self._cuda),
+            write_value=address_of_function("cuStreamWriteValue32_v2", self._cuda),
+            memcpy_to_device=address_of_function("cuMemcpyHtoDAsync_v2", self._cuda),
         )
         self.context = ctypes.addressof(self._driver)
-        self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
+        self.begin = (address_of_function("cuCtxSetCurrent", self._cuda), context.value)
         # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 

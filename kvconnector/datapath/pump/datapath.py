@@ -52,7 +52,7 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.loop import look, run
+from kvconnector_kernels.pump.loop_calls import look, run
 
 
 class DataPath:

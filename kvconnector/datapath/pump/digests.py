@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from importlib import import_module
 
-from kvconnector.datapath.base import function_address
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.errors import ConfigError, TransportError
+from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump.records import State
 
 ROOM_BYTES = 64
@@ -26,7 +26,7 @@ class Digests:
         try:
             compiled = import_module("xxhash._xxhash")
             self._library = ctypes.CDLL(compiled.__file__)
-            self._functions = {"digest": function_address(self._library, "XXH3_64bits")}
+            self._functions = {"digest": address_of_function("XXH3_64bits", self._library)}
         except (ImportError, OSError, AttributeError) as exc:
             raise ConfigError(
                 "verify=checksum needs the package xxhash: pip install 'kvconnector[checksum]'",
@@ -45,8 +45,8 @@ class Digests:
                     f"no pinned memory for digests: {exc}", nbytes=slot_bytes
                 ) from exc
             self._functions["digest_room"] = self._room.data_ptr()
-            self._functions["copy_to_host"] = function_address(cuda, "cuMemcpyDtoH_v2")
-            self._functions["copy_to_device"] = function_address(cuda, "cuMemcpyHtoD_v2")
+            self._functions["copy_to_host"] = address_of_function("cuMemcpyDtoH_v2", cuda)
+            self._functions["copy_to_device"] = address_of_function("cuMemcpyHtoD_v2", cuda)
 
     def attach(self, state: State) -> None:
         """Let the loop's `state` call these functions, for as long as this object lives."""

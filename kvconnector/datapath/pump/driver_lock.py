@@ -8,7 +8,7 @@ import time
 from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.state import LoopState
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.loop import notify, release_inline, try_acquire, wait_until_free
+from kvconnector_kernels.pump.loop_calls import notify, release_inline, try_acquire, wait_until_free
 
 _NS_PER_US = 1_000
 _WORK_NS = round(pacing.WORK_S * pacing.NS_PER_S)

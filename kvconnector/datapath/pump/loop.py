@@ -11,7 +11,7 @@ from kvconnector.datapath.pump.state import LOOK, LoopState
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.loop import look
+from kvconnector_kernels.pump.loop_calls import look
 
 
 class Loop:

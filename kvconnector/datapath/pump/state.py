@@ -14,12 +14,12 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import function_address
 from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.ucx import UcxTransport, abi
+from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump import records as r
 
 LOOK = r.NOBODY
@@ -86,9 +86,9 @@ class LoopState:
         params = _request_params(recv_info, on_gpu=copies.on_gpu)
         state, libc, libucp = self.record, ctypes.CDLL(None), transport.libucp
         for name in _LIBC_FUNCTIONS:
-            setattr(state, name, function_address(libc, name))
+            setattr(state, name, address_of_function(name, libc))
         for name, function in _UCP_FUNCTIONS.items():
-            setattr(state, name, function_address(libucp.library.keeping, function))
+            setattr(state, name, address_of_function(function, libucp.library.keeping))
         state.worker = libucp.worker_handle
         state.send_param, state.recv_param = map(ctypes.addressof, params)
         state.recv_info = ctypes.addressof(recv_info)

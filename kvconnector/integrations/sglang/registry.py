@@ -30,6 +30,7 @@ from typing import Any
 
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import ConfigError
+from kvconnector.ids import MAX_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,6 @@ RETRY_S = 0.5
 RENEW_S = 60.0
 """A registry forgets rooms after 120 s."""
 MAX_RANKS = 1 << 16
-MAX_PORT = 65535
 MAX_SERVERS = 1024
 """Servers that are remembered: a client may name any number."""
 WORKERS = 4

@@ -29,8 +29,8 @@ from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.integrations.vllm.identity import Identity, context_differences
+from kvconnector.planning import MAX_TOKENS
 from kvconnector.runtime import TransferParams
-from kvconnector.runtime.params import MAX_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

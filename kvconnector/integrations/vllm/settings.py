@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from kvconnector.config import MAX_PORT, ConnectorConfig, Role, is_loopback
+from kvconnector.config import ConnectorConfig, Role, is_loopback
 from kvconnector.errors import ConfigError
+from kvconnector.ids import MAX_PORT
 from kvconnector.topology import ModelDescription
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import ctypes
 
 from kvconnector_kernels.library import releasing
-from kvconnector_kernels.pump.loop import try_acquire
+from kvconnector_kernels.pump.loop_calls import try_acquire
 from kvconnector_kernels.pump.records import DRIVER, INLINE, Lock, State, aligned_lock
 
 

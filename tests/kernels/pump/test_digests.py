@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from kvconnector.datapath.pump.digests import Digests
-from kvconnector_kernels.pump import loop
+from kvconnector_kernels.pump import loop_calls
 from kvconnector_kernels.pump.records import CORRUPTED, DIGEST_BYTES, State
 
 # XXH3 treats each of these lengths differently
@@ -17,7 +17,7 @@ _copier = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
 
 
 def call(name, state, chunk):
-    step = getattr(loop, f"{name}_digest")
+    step = getattr(loop_calls, f"{name}_digest")
     return step(ctypes.addressof(state), chunk.ctypes.data, len(chunk))
 
 

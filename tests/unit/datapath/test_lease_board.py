@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvconnector.datapath.direct.board import LeaseBoard, is_valid
 from kvconnector.layout import Watermark
 from kvconnector.wire.export import BUCKET_BYTES
-from kvconnector_kernels.pump.board import ENTRIES_PER_BUCKET, ENTRY_BYTES
+from kvconnector_kernels.pump.board_entries import ENTRIES_PER_BUCKET, ENTRY_BYTES
 
 NUM_TOKENS = 40
 AHEAD = st.tuples(

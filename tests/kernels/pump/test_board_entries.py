@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvconnector_kernels.pump import board
+from kvconnector_kernels.pump import board_entries
 from native import build
 
 KEY, OTHER_KEY = bytes(range(16)), bytes([*range(15), 99])
@@ -54,30 +54,33 @@ def test_clearing_an_entry_ends_with_a_fence(on_aarch64):
     assert on_aarch64("kvc_board_clear") == ["stlr"] * 5 + [FENCE]
 
 
-@pytest.mark.parametrize("place", range(board.ENTRIES_PER_BUCKET))
+@pytest.mark.parametrize("place", range(board_entries.ENTRIES_PER_BUCKET))
 def test_only_ready_entries_with_the_whole_key_are_found(place):
-    entries = np.zeros(board.ENTRIES_PER_BUCKET, board.ENTRY)
+    entries = np.zeros(board_entries.ENTRIES_PER_BUCKET, board_entries.ENTRY)
     bucket = entries.ctypes.data
-    board.claim(bucket + place * board.ENTRY_BYTES, KEY, 7)
+    board_entries.claim(bucket + place * board_entries.ENTRY_BYTES, KEY, 7)
     entries[place]["num_tokens"], entries[place]["ahead"] = 40, 3
     for ready, key in product((0, 6, 7, 8), (KEY, OTHER_KEY)):
-        board.write(entries["ready"][place:].ctypes.data, ready)
+        board_entries.write(entries["ready"][place:].ctypes.data, ready)
         expected = (40, 3) if (ready, key) == (7, KEY) else (-1, 0)
-        assert board.look_up_lease(bucket, 1, key) == expected
-    board.write(entries["ready"][place:].ctypes.data, 7)
-    board.clear(bucket + place * board.ENTRY_BYTES)
-    assert board.look_up_lease(bucket, 1, KEY) == (-1, 0)
+        assert board_entries.look_up_lease(bucket, 1, key) == expected
+    board_entries.write(entries["ready"][place:].ctypes.data, 7)
+    board_entries.clear(bucket + place * board_entries.ENTRY_BYTES)
+    assert board_entries.look_up_lease(bucket, 1, KEY) == (-1, 0)
     # a look-up of an empty entry's key does not find a cleared entry
-    assert board.look_up_lease(bucket, 1, NO_KEY) == (-1, 0)
+    assert board_entries.look_up_lease(bucket, 1, NO_KEY) == (-1, 0)
 
 
 def test_the_first_word_of_a_key_chooses_the_bucket():
-    entries = np.zeros(4 * board.ENTRIES_PER_BUCKET, board.ENTRY)
+    entries = np.zeros(4 * board_entries.ENTRIES_PER_BUCKET, board_entries.ENTRY)
     for bucket in range(4):
         key = (8 + bucket).to_bytes(4, "little") + bytes(12)
-        entry = entries[bucket * board.ENTRIES_PER_BUCKET :].ctypes.data
-        board.claim(entry, key, 1)
-        board.write(entry + 20, 1)
-        board.write(entry + 24, 100 + bucket)
-        board.write(entry + 28, (1 << 31) - 1)
-        assert board.look_up_lease(entries.ctypes.data, 4, key) == (100 + bucket, (1 << 31) - 1)
+        entry = entries[bucket * board_entries.ENTRIES_PER_BUCKET :].ctypes.data
+        board_entries.claim(entry, key, 1)
+        board_entries.write(entry + 20, 1)
+        board_entries.write(entry + 24, 100 + bucket)
+        board_entries.write(entry + 28, (1 << 31) - 1)
+        assert board_entries.look_up_lease(entries.ctypes.data, 4, key) == (
+            100 + bucket,
+            (1 << 31) - 1,
+        )
