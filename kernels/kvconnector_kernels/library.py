@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "libkvconnector_kernels.so"
-VERSION = 3
+VERSION = 4
 """`KVC_VERSION` of the library that this Python belongs to."""
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {

@@ -1,14 +1,22 @@
 /* Elements that change type while they are copied: to and from fp8, as the cache-write kernels of engines do it.
  *
- * A value is the source's number, times its scale if it is fp8. It is divided by the destination's scale if that is fp8,
- * in single precision, and rounded to nearest, ties to even. fp8 saturates, infinities included, and has one NaN, 0x7F;
- * wider types round to infinity. The sign of zero is kept. All of this is integer arithmetic on the bits of a float, but
- * for the division and for denormals: adding a power of two whose last bit is a denormal's unit rounds to that unit.
- * The mirror of this file is kvconnector_kernels/relayout/triton.py, and relayout/naive.py the oracle of both.
+ * A value is the source's number, times its scale if it is fp8. If the destination is fp8, the value is divided by its
+ * scale in single precision and stored by one of three rules:
+ *
+ * - nearest: rounded to nearest, ties to even, and saturated, infinities included. There is one NaN, 0x7F.
+ * - cast: as PyTorch 2.13 casts. Rounded alike, but e5m2 has infinities, and NaN keeps its sign.
+ * - truncated: multiplied by the scale's reciprocal instead of divided, and rounded toward zero. e4m3's denormals have
+ *   been rounded to multiples of 2^-29 before. Infinities become the largest number of their sign, NaN the largest
+ *   positive one, -0 becomes 0.
+ *
+ * Wider types are rounded to nearest and to infinity. All of this is integer arithmetic on the bits of a float, but for
+ * the division and for denormals: adding a power of two whose last bit is a denormal's unit rounds to that unit. The
+ * mirror of this file is kvconnector_kernels/relayout/triton.py, and relayout/naive.py the oracle of both.
  *
  * Every pair of types is a function of its own without a branch per element, so that compilers make vectors of it. A
  * choice between two results is a mask: of `?:` gcc makes a branch, to leave out the arithmetic of the result that is not
  * taken, since that might trap. Numbers are compared as signed: they are below 2^31, and SSE2 knows no other comparison.
+ * Signs are set aside, since scales are above 0.
  */
 #include "kvc.h"
 
@@ -77,16 +85,23 @@ INLINE float widen(uint32_t sign, uint32_t magnitude, int shift, uint32_t bias, 
     return float_of(sign | bits);
 }
 
-/* The reverse, with `max` the largest magnitude that is left as it is, in a float's bits; NaN becomes `nan`. */
-INLINE uint32_t narrow(float value, int shift, uint32_t bias, float smallest, float magic, float max, uint32_t nan,
-                       uint32_t sign_bit)
+/* The reverse of a float without its sign, with `max` the largest magnitude that is left as it is; NaN becomes `nan`. */
+INLINE uint32_t narrow(uint32_t sign, float size, int shift, uint32_t bias, float smallest, float magic, float max,
+                       uint32_t nan)
 {
-    uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
-    uint32_t kept = choose(is_less(magnitude, bits_of(max)), magnitude, bits_of(max));
+    uint32_t bits = bits_of(size), kept = choose(is_less(bits, bits_of(max)), bits, bits_of(max));
     uint32_t normal = (kept + ((1u << (shift - 1)) - 1) + (kept >> shift & 1) - (bias << 23)) >> shift;
     uint32_t denormal = bits_of(float_of(kept) + magic) - bits_of(magic);
-    uint32_t found = choose(is_less(kept, bits_of(smallest)), denormal, normal) | (bits >> 31) * sign_bit;
-    return choose(is_less(INFINITE, magnitude), nan, found);
+    return choose(is_less(INFINITE, bits), nan, choose(is_less(kept, bits_of(smallest)), denormal, normal) | sign);
+}
+
+/* As `narrow`, rounded toward zero: `kept` are the bits of `size`, saturated. Neither zero nor NaN keeps a sign. */
+INLINE uint32_t truncate(uint32_t sign, float size, uint32_t kept, uint32_t denormal, int shift, uint32_t bias,
+                         float smallest)
+{
+    uint32_t has_sign = is_less(0, bits_of(size)) & ~is_less(INFINITE, bits_of(size));
+    uint32_t normal = (kept - (bias << 23)) >> shift;
+    return choose(is_less(kept, bits_of(smallest)), denormal, normal) | (sign & has_sign);
 }
 
 INLINE float from_f16(uint16_t bits)
@@ -109,89 +124,143 @@ INLINE float from_e5m2(uint8_t bits)
     return widen((uint32_t)(bits & 0x80u) << 24, bits & 0x7Fu, 21, 112, 4, 0x1p-16f, 0x7C);
 }
 
-INLINE uint16_t to_f16(float value)
+/* The sign is 0 or 1. */
+INLINE uint16_t to_f16(uint32_t sign, float size)
 {
-    return (uint16_t)narrow(value, 13, 112, 0x1p-14f, 0x1p-1f, 0x1p16f, 0x7E00, 0x8000);
+    return (uint16_t)narrow(sign << 15, size, 13, 112, 0x1p-14f, 0x1p-1f, 0x1p16f, 0x7E00);
 }
 
-INLINE uint16_t to_bf16(float value)
+INLINE uint16_t to_bf16(uint32_t sign, float size)
 {
-    uint32_t bits = bits_of(value), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)choose(is_less(INFINITE, bits & 0x7FFFFFFFu), 0x7FC0, rounded);
+    uint32_t bits = bits_of(size), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)choose(is_less(INFINITE, bits), 0x7FC0, rounded | sign << 15);
 }
 
-INLINE uint8_t to_e4m3(float value)
+INLINE uint8_t to_e4m3(uint32_t sign, float size)
 {
-    return (uint8_t)narrow(value, 20, 120, 0x1p-6f, 0x1p14f, 448.0f, 0x7F, 0x80);
+    return (uint8_t)narrow(sign << 7, size, 20, 120, 0x1p-6f, 0x1p14f, 448.0f, 0x7F);
 }
 
-INLINE uint8_t to_e5m2(float value)
+INLINE uint8_t to_e5m2(uint32_t sign, float size)
 {
-    return (uint8_t)narrow(value, 21, 112, 0x1p-14f, 0x1p7f, 57344.0f, 0x7F, 0x80);
+    return (uint8_t)narrow(sign << 7, size, 21, 112, 0x1p-14f, 0x1p7f, 57344.0f, 0x7F);
 }
 
-#define LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, dst_by, src_by)                                \
+INLINE uint8_t to_cast_e4m3(uint32_t sign, float size)
+{
+    return (uint8_t)narrow(sign << 7, size, 20, 120, 0x1p-6f, 0x1p14f, 448.0f, sign << 7 | 0x7F);
+}
+
+/* Infinity follows the largest number. */
+INLINE uint8_t to_cast_e5m2(uint32_t sign, float size)
+{
+    return (uint8_t)narrow(sign << 7, size, 21, 112, 0x1p-14f, 0x1p7f, 65536.0f, sign << 7 | 0x7F);
+}
+
+INLINE uint8_t to_truncated_e4m3(uint32_t sign, float size)
+{
+    uint32_t kept = choose(is_less(bits_of(size), bits_of(448.0f)), bits_of(size), bits_of(448.0f));
+    uint32_t denormal = (bits_of(float_of(kept) + 0x1p-6f) - bits_of(0x1p-6f)) >> 20;
+    return (uint8_t)truncate(sign << 7, size, kept, denormal, 20, 120, 0x1p-6f);
+}
+
+INLINE uint8_t to_truncated_e5m2(uint32_t sign, float size)
+{
+    uint32_t kept = choose(is_less(bits_of(size), bits_of(57344.0f)), bits_of(size), bits_of(57344.0f));
+    uint32_t small = choose(is_less(kept, bits_of(0x1p-14f)), kept, 0); /* that an integer can hold in the unit 2^-16 */
+    uint32_t denormal = (uint32_t)(int32_t)(float_of(small) * 0x1p16f);
+    return (uint8_t)truncate(sign << 7, size, kept, denormal, 21, 112, 0x1p-14f);
+}
+
+struct factors {
+    float src, dst, reciprocal; /* the last of `dst` */
+};
+
+INLINE float undivided(float size, struct factors by)
+{
+    (void)by;
+    return size;
+}
+
+INLINE float divided(float size, struct factors by)
+{
+    return size / by.dst;
+}
+
+INLINE float multiplied(float size, struct factors by)
+{
+    return size * by.reciprocal;
+}
+
+#define IS_SCALED_f16 0
+#define IS_SCALED_bf16 0
+#define IS_SCALED_e4m3 1
+#define IS_SCALED_e5m2 1
+
+#define LOOP(in, src_type, by, out, dst_type, dst_by, src_by)                                                          \
     for (int64_t index = 0; index < count; index++) {                                                                  \
         src_type number;                                                                                               \
         memcpy(&number, src + index * (src_by), sizeof number);                                                        \
         float value = from_##in(number);                                                                               \
-        value = src_is_scaled ? value * scale.src : value;                                                             \
-        value = dst_is_scaled ? value / scale.dst : value;                                                             \
-        dst_type result = to_##out(value);                                                                             \
+        uint32_t bits = bits_of(IS_SCALED_##in ? value * scale.src : value);                                           \
+        dst_type result = to_##out(bits >> 31, by(float_of(bits & 0x7FFFFFFFu), scale));                               \
         memcpy(dst + index * (dst_by), &result, sizeof result);                                                        \
     }
 
-#define DEFINE_DENSE(name, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                  \
-    static void name(char *restrict dst, const char *restrict src, int64_t count, struct kvc_scale scale)              \
+#define DEFINE_DENSE(name, in, src_type, by, out, dst_type)                                                            \
+    static void name(char *restrict dst, const char *restrict src, int64_t count, struct factors scale)                \
     {                                                                                                                  \
-        LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, (int64_t)sizeof(dst_type),                     \
-             (int64_t)sizeof(src_type))                                                                                \
+        LOOP(in, src_type, by, out, dst_type, (int64_t)sizeof(dst_type), (int64_t)sizeof(src_type))                    \
     }
 
 #if defined(__x86_64__)
-#define DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                      \
-    WITH_AVX2 DEFINE_DENSE(in##_to_##out##_avx2, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)            \
-    WITH_AVX512 DEFINE_DENSE(in##_to_##out##_avx512, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)
-#define USE_VECTORS(in, out)                                                                                           \
+#define DEFINE_VECTORS(in, src_type, by, out, dst_type)                                                                \
+    WITH_AVX2 DEFINE_DENSE(in##_to_##out##_##by##_avx2, in, src_type, by, out, dst_type)                               \
+    WITH_AVX512 DEFINE_DENSE(in##_to_##out##_##by##_avx512, in, src_type, by, out, dst_type)
+#define USE_VECTORS(in, by, out)                                                                                       \
     if (kvc_vectors == KVC_AVX512) {                                                                                   \
-        in##_to_##out##_avx512(dst, src, count, scale);                                                                \
+        in##_to_##out##_##by##_avx512(dst, src, count, scale);                                                         \
         return;                                                                                                        \
     }                                                                                                                  \
     if (kvc_vectors == KVC_AVX2) {                                                                                     \
-        in##_to_##out##_avx2(dst, src, count, scale);                                                                  \
+        in##_to_##out##_##by##_avx2(dst, src, count, scale);                                                           \
         return;                                                                                                        \
     }
 #else
-#define DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)
-#define USE_VECTORS(in, out)
+#define DEFINE_VECTORS(in, src_type, by, out, dst_type)
+#define USE_VECTORS(in, by, out)
 #endif
 
-#define DEFINE(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                              \
-    DEFINE_VECTORS(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                                          \
-    DEFINE_DENSE(in##_to_##out##_dense, in, src_type, src_is_scaled, out, dst_type, dst_is_scaled)                     \
+#define DEFINE(in, src_type, by, out, dst_type)                                                                        \
+    DEFINE_VECTORS(in, src_type, by, out, dst_type)                                                                    \
+    DEFINE_DENSE(in##_to_##out##_##by, in, src_type, by, out, dst_type)                                                \
     static void in##_to_##out(char *restrict dst, int64_t dst_step, const char *restrict src, int64_t src_step,        \
-                              int64_t count, struct kvc_scale scale)                                                   \
+                              int64_t count, struct factors scale)                                                     \
     {                                                                                                                  \
         if (dst_step == sizeof(dst_type) && src_step == sizeof(src_type)) {                                            \
-            USE_VECTORS(in, out)                                                                                       \
-            in##_to_##out##_dense(dst, src, count, scale);                                                             \
+            USE_VECTORS(in, by, out)                                                                                   \
+            in##_to_##out##_##by(dst, src, count, scale);                                                              \
             return;                                                                                                    \
         }                                                                                                              \
-        LOOP(in, src_type, src_is_scaled, out, dst_type, dst_is_scaled, dst_step, src_step)                            \
+        LOOP(in, src_type, by, out, dst_type, dst_step, src_step)                                                      \
     }
 
-DEFINE(f16, uint16_t, 0, e4m3, uint8_t, 1)
-DEFINE(f16, uint16_t, 0, e5m2, uint8_t, 1)
-DEFINE(bf16, uint16_t, 0, e4m3, uint8_t, 1)
-DEFINE(bf16, uint16_t, 0, e5m2, uint8_t, 1)
-DEFINE(e4m3, uint8_t, 1, f16, uint16_t, 0)
-DEFINE(e4m3, uint8_t, 1, bf16, uint16_t, 0)
-DEFINE(e4m3, uint8_t, 1, e4m3, uint8_t, 1)
-DEFINE(e4m3, uint8_t, 1, e5m2, uint8_t, 1)
-DEFINE(e5m2, uint8_t, 1, f16, uint16_t, 0)
-DEFINE(e5m2, uint8_t, 1, bf16, uint16_t, 0)
-DEFINE(e5m2, uint8_t, 1, e4m3, uint8_t, 1)
-DEFINE(e5m2, uint8_t, 1, e5m2, uint8_t, 1)
+#define DEFINE_FP8(in, src_type)                                                                                       \
+    DEFINE(in, src_type, divided, e4m3, uint8_t)                                                                       \
+    DEFINE(in, src_type, divided, e5m2, uint8_t)                                                                       \
+    DEFINE(in, src_type, divided, cast_e4m3, uint8_t)                                                                  \
+    DEFINE(in, src_type, divided, cast_e5m2, uint8_t)                                                                  \
+    DEFINE(in, src_type, multiplied, truncated_e4m3, uint8_t)                                                          \
+    DEFINE(in, src_type, multiplied, truncated_e5m2, uint8_t)
+
+DEFINE_FP8(f16, uint16_t)
+DEFINE_FP8(bf16, uint16_t)
+DEFINE_FP8(e4m3, uint8_t)
+DEFINE_FP8(e5m2, uint8_t)
+DEFINE(e4m3, uint8_t, undivided, f16, uint16_t)
+DEFINE(e4m3, uint8_t, undivided, bf16, uint16_t)
+DEFINE(e5m2, uint8_t, undivided, f16, uint16_t)
+DEFINE(e5m2, uint8_t, undivided, bf16, uint16_t)
 
 int64_t kvc_element_bytes(int64_t type)
 {
@@ -202,21 +271,26 @@ int64_t kvc_element_bytes(int64_t type)
 void kvc_convert_row(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t count, int64_t conversion,
                      struct kvc_scale scale)
 {
-#define CASE(src_type, in, dst_type, out)                                                                              \
-    case KVC_CONVERSION(src_type, dst_type): in##_to_##out(dst, dst_step, src, src_step, count, scale); break;
+    struct factors factors = {scale.src, scale.dst, 1 / scale.dst};
+#define CASE(rule, src_type, in, dst_type, out)                                                                        \
+    case KVC_CONVERSION(src_type, dst_type, rule): in##_to_##out(dst, dst_step, src, src_step, count, factors); break;
+#define FP8_CASES(src_type, in)                                                                                        \
+    CASE(KVC_NEAREST, src_type, in, KVC_FLOAT8_E4M3, e4m3)                                                             \
+    CASE(KVC_NEAREST, src_type, in, KVC_FLOAT8_E5M2, e5m2)                                                             \
+    CASE(KVC_CAST, src_type, in, KVC_FLOAT8_E4M3, cast_e4m3)                                                           \
+    CASE(KVC_CAST, src_type, in, KVC_FLOAT8_E5M2, cast_e5m2)                                                           \
+    CASE(KVC_TRUNCATED, src_type, in, KVC_FLOAT8_E4M3, truncated_e4m3)                                                 \
+    CASE(KVC_TRUNCATED, src_type, in, KVC_FLOAT8_E5M2, truncated_e5m2)
     switch (conversion) {
-        CASE(KVC_FLOAT16, f16, KVC_FLOAT8_E4M3, e4m3)
-        CASE(KVC_FLOAT16, f16, KVC_FLOAT8_E5M2, e5m2)
-        CASE(KVC_BFLOAT16, bf16, KVC_FLOAT8_E4M3, e4m3)
-        CASE(KVC_BFLOAT16, bf16, KVC_FLOAT8_E5M2, e5m2)
-        CASE(KVC_FLOAT8_E4M3, e4m3, KVC_FLOAT16, f16)
-        CASE(KVC_FLOAT8_E4M3, e4m3, KVC_BFLOAT16, bf16)
-        CASE(KVC_FLOAT8_E4M3, e4m3, KVC_FLOAT8_E4M3, e4m3)
-        CASE(KVC_FLOAT8_E4M3, e4m3, KVC_FLOAT8_E5M2, e5m2)
-        CASE(KVC_FLOAT8_E5M2, e5m2, KVC_FLOAT16, f16)
-        CASE(KVC_FLOAT8_E5M2, e5m2, KVC_BFLOAT16, bf16)
-        CASE(KVC_FLOAT8_E5M2, e5m2, KVC_FLOAT8_E4M3, e4m3)
-        CASE(KVC_FLOAT8_E5M2, e5m2, KVC_FLOAT8_E5M2, e5m2)
+        FP8_CASES(KVC_FLOAT16, f16)
+        FP8_CASES(KVC_BFLOAT16, bf16)
+        FP8_CASES(KVC_FLOAT8_E4M3, e4m3)
+        FP8_CASES(KVC_FLOAT8_E5M2, e5m2)
+        CASE(KVC_NEAREST, KVC_FLOAT8_E4M3, e4m3, KVC_FLOAT16, f16)
+        CASE(KVC_NEAREST, KVC_FLOAT8_E4M3, e4m3, KVC_BFLOAT16, bf16)
+        CASE(KVC_NEAREST, KVC_FLOAT8_E5M2, e5m2, KVC_FLOAT16, f16)
+        CASE(KVC_NEAREST, KVC_FLOAT8_E5M2, e5m2, KVC_BFLOAT16, bf16)
     }
+#undef FP8_CASES
 #undef CASE
 }

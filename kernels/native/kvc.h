@@ -22,7 +22,7 @@
 #include <time.h>
 
 /* Changes with every change of a struct, a constant or a function that Python uses. */
-#define KVC_VERSION 3
+#define KVC_VERSION 4
 
 #define KVC_API __attribute__((visibility("default")))
 
@@ -95,7 +95,9 @@ struct kvc_side {
 
 /* Types of elements. Others have no number that could be converted. */
 enum { KVC_FLOAT16 = 1, KVC_BFLOAT16, KVC_FLOAT8_E4M3, KVC_FLOAT8_E5M2 };
-#define KVC_CONVERSION(src_type, dst_type) ((src_type) << 8 | (dst_type))
+/* How fp8 stores a value, see convert.c. */
+enum { KVC_NEAREST, KVC_TRUNCATED, KVC_CAST };
+#define KVC_CONVERSION(src_type, dst_type, rounding) ((rounding) << 16 | (src_type) << 8 | (dst_type))
 
 /* The factor by which a quantised source's numbers are multiplied, and the one by which values are divided before a
  * quantised destination stores them. */
@@ -115,8 +117,8 @@ struct kvc_copy_job {
     int64_t item_bytes;
     int64_t is_streamed; /* write past the caches */
     int64_t part_stride; /* of a chunk */
-    int64_t conversion;  /* 0, or `KVC_CONVERSION` of the two element types: then `item_bytes` are those
-                          * of a chunk, or of the destination */
+    int64_t conversion;  /* 0, or a `KVC_CONVERSION`: then `item_bytes` are those of a chunk, or of the
+                          * destination */
     const struct kvc_scale *scales; /* [part, head] of the copy, if elements are converted */
     struct kvc_part slot; /* a chunk's part, whose `base` is known when it is copied; its tokens are block 0 */
     struct kvc_side src;

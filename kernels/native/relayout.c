@@ -328,7 +328,7 @@ void kvc_convert_part(const struct kvc_part *dst, const struct kvc_side *dst_sid
                       const struct kvc_side *src_side, int64_t num_heads, int64_t first, int64_t last, int64_t head_dim,
                       int64_t conversion, const struct kvc_scale *scales)
 {
-    int64_t src_item = kvc_element_bytes(conversion >> 8), dst_item = kvc_element_bytes(conversion & 255), count;
+    int64_t src_item = kvc_element_bytes(conversion >> 8 & 255), dst_item = kvc_element_bytes(conversion & 255), count;
     for (int64_t token = first; token < last; token += count) {
         struct box to = box_at(dst, dst_side, token), from = box_at(src, src_side, token);
         count = least(last - token, least(to.num_tokens, from.num_tokens));

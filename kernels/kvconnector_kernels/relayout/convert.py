@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ELEMENT_TYPES = {"float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 """Element types by torch's names, and their numbers in kvc.h."""
+ROUNDINGS = {"nearest": 0, "truncated": 1, "cast": 2}
+"""Rules by which fp8 stores a value, and their numbers in kvc.h; kernels/native/convert.c says what each does."""
 _WIDE = frozenset({"float16", "bfloat16"})
 
 
@@ -34,19 +36,31 @@ class Conversion:
 
     `scales` is float32 `[num_parts, num_heads, 2]`: the source's scale and the destination's, for every row of the
     paged destination's table, or of the source's where the destination is a chunk, and for every head of the copy. A
-    scale of a type that has none is not looked at.
+    scale of a type that has none is not looked at. `rounding` is the rule, one of `ROUNDINGS`, by which the destination
+    stores values.
 
     Raises:
-        RelayoutError: an unknown type, two types of which none is fp8, or a scale that is not above 0.
+        RelayoutError: an unknown type or rule, two types of which none is fp8, a rule other than the nearest number for
+            a type that is not fp8, or a scale that is not above 0.
     """
 
     def __init__(
-        self, src_element: str, dst_element: str, scales: npt.NDArray[np.float32], device: str
+        self,
+        src_element: str,
+        dst_element: str,
+        scales: npt.NDArray[np.float32],
+        device: str,
+        *,
+        rounding: str = "nearest",
     ) -> None:
         self.src_item_bytes = element_bytes(src_element)
         self.dst_item_bytes = element_bytes(dst_element)
         if not (is_scaled(src_element) or is_scaled(dst_element)):
             raise RelayoutError(f"{src_element} is not converted to {dst_element}: neither is fp8")
+        if rounding not in ROUNDINGS:
+            raise RelayoutError(f"no rule {rounding!r} is known, only {', '.join(ROUNDINGS)}")
+        if rounding != "nearest" and not is_scaled(dst_element):
+            raise RelayoutError(f"numbers of {dst_element} are rounded to nearest, not {rounding}")
         check_device(device)
         if scales.dtype != np.float32 or scales.ndim != 3 or scales.shape[2] != 2:
             raise RelayoutError(
@@ -55,7 +69,9 @@ class Conversion:
         if not (np.isfinite(scales) & (scales > 0)).all():
             raise RelayoutError("scales are finite numbers above 0")
         self.src_element, self.dst_element = src_element, dst_element
-        self.number = ELEMENT_TYPES[src_element] << 8 | ELEMENT_TYPES[dst_element]
+        self.rounding = rounding
+        types = ELEMENT_TYPES[src_element] << 8 | ELEMENT_TYPES[dst_element]
+        self.number = ROUNDINGS[rounding] << 16 | types
         self.scales = np.array(scales, dtype=np.float32, order="C")
         self.device_scales: torch.Tensor | None = None
         if device != "cpu":

@@ -49,16 +49,43 @@ def relayout_naive(
 def _converted(
     numbers: torch.Tensor, conversion: Conversion, scales: torch.Tensor, stored: torch.dtype
 ) -> torch.Tensor:
-    """Convert `[head, dim]` by torch's own casts, which round but do not saturate. NaN has one form in each type."""
+    """Convert `[head, dim]` by torch's own casts, to which saturation and NaN without a sign are added, or by comparing
+    with all numbers of the destination.
+    """
     src, dst = (getattr(torch, each) for each in (conversion.src_element, conversion.dst_element))
     values = numbers.contiguous().view(src).float()
     if is_scaled(conversion.src_element):
         values = values * scales[:, :1].to(values.device)
+    theirs = scales[:, 1:].to(values.device)
+    if conversion.rounding == "truncated":
+        return _truncated(values * (1 / theirs), dst)
     if is_scaled(conversion.dst_element):
-        values = values / scales[:, 1:].to(values.device)
+        values = values / theirs
+        if conversion.rounding == "cast":
+            found = values.to(dst).view(stored)
+            # which sign torch gives NaN depends on the number of elements
+            is_negative = numbers >> (8 * numbers.element_size() - 1) != 0
+            return torch.where(values.isnan(), 0x7F + 0x80 * is_negative, found).to(stored)
         most = torch.finfo(dst).max
         values = values.clamp(-most, most)  # keeps NaN
     found = values.to(dst).view(stored)
+    # NaN has one form in each type
     nan = {"float16": 0x7E00, "bfloat16": 0x7FC0}.get(conversion.dst_element, 0x7F)
     found[values.isnan()] = nan
+    return found
+
+
+def _truncated(values: torch.Tensor, dst: torch.dtype) -> torch.Tensor:
+    """Return the bits of the largest number of `dst` that is not beyond each value, counted from zero."""
+    last = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}[dst]
+    every = torch.arange(last + 1, dtype=torch.uint8, device=values.device)
+    sizes = values.double().abs()
+    if (
+        dst == torch.float8_e4m3fn
+    ):  # a denormal comes from a float of which multiples of 2**-29 are left
+        small = sizes < 2.0**-6
+        sizes[small] = (sizes[small] * 2**29).round() / 2**29
+    found = (torch.bucketize(sizes, every.view(dst).double(), right=True) - 1).to(torch.uint8)
+    found[values.isnan()] = last
+    found[(values < 0)] |= 0x80
     return found

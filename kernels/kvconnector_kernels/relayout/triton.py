@@ -15,7 +15,12 @@ import triton.language as tl
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.checks import RelayoutError
-from kvconnector_kernels.relayout.convert import ELEMENT_TYPES, Conversion, is_scaled
+from kvconnector_kernels.relayout.convert import (
+    ELEMENT_TYPES,
+    ROUNDINGS,
+    Conversion,
+    is_scaled,
+)
 from kvconnector_kernels.relayout.sides import (
     CopyCounts,
     CopyGeometry,
@@ -123,6 +128,7 @@ def _widen(
 def _narrow(
     value, SHIFT: tl.constexpr, BIAS: tl.constexpr, SMALLEST: tl.constexpr, MAGIC: tl.constexpr,
     MAGIC_BITS: tl.constexpr, MAX: tl.constexpr, NAN: tl.constexpr, SIGN: tl.constexpr,
+    SIGNED_NAN: tl.constexpr,
 ):
     """See `narrow` in kernels/native/convert.c. `SMALLEST`, `MAGIC_BITS` and `MAX` are the bits of floats."""
     bits = value.to(tl.uint32, bitcast=True)
@@ -131,8 +137,38 @@ def _narrow(
     normal = kept + _bits((1 << (SHIFT - 1)) - 1) + ((kept >> SHIFT) & 1) - _bits(BIAS << 23)
     denormal = (kept.to(tl.float32, bitcast=True) + MAGIC).to(tl.uint32, bitcast=True)
     found = tl.where(kept < _bits(SMALLEST), denormal - _bits(MAGIC_BITS), normal >> SHIFT)
-    found = found | tl.where(bits >= _bits(0x80000000), _bits(SIGN), _bits(0))
-    return tl.where(magnitude > _bits(0x7F800000), _bits(NAN), found)
+    sign = tl.where(bits >= _bits(0x80000000), _bits(SIGN), _bits(0))
+    nan = sign | _bits(NAN) if SIGNED_NAN else _bits(NAN)
+    return tl.where(magnitude > _bits(0x7F800000), nan, found | sign)
+
+
+@triton.jit
+def _kept(magnitude, MAX: tl.constexpr):
+    """Return the bits of a magnitude, saturated, NaN too."""
+    return tl.where(magnitude < _bits(MAX), magnitude, _bits(MAX))
+
+
+@triton.jit
+def _truncate(value, kept, denormal, SHIFT: tl.constexpr, BIAS: tl.constexpr, SMALLEST: tl.constexpr):
+    """See `truncate` in kernels/native/convert.c."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & _bits(0x7FFFFFFF)
+    found = tl.where(kept < _bits(SMALLEST), denormal, (kept - _bits(BIAS << 23)) >> SHIFT)
+    has_sign = (bits > _bits(0x80000000)) & (magnitude <= _bits(0x7F800000))
+    return found | tl.where(has_sign, _bits(0x80), _bits(0))
+
+
+@triton.jit
+def _truncated(value, TYPE: tl.constexpr):
+    """Return a float32 as the bits of an fp8 number that is not beyond it."""
+    magnitude = value.to(tl.uint32, bitcast=True) & _bits(0x7FFFFFFF)
+    if TYPE == 3:
+        kept = _kept(magnitude, 0x43E00000)
+        denormal = (kept.to(tl.float32, bitcast=True) + 0.015625).to(tl.uint32, bitcast=True)
+        return _truncate(value, kept, (denormal - _bits(0x3C800000)) >> 20, 20, 120, 0x3C800000)
+    kept = _kept(magnitude, 0x47600000)
+    small = tl.where(kept < _bits(0x38800000), kept, _bits(0)).to(tl.float32, bitcast=True)
+    return _truncate(value, kept, (small * 65536.0).to(tl.int32).to(tl.uint32), 21, 112, 0x38800000)
 
 
 @triton.jit
@@ -148,18 +184,25 @@ def _value_of(number, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _number_of(value, TYPE: tl.constexpr):
-    """Return a float32 as the bits of an element."""
+def _number_of(value, TYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return a float32 as the bits of an element. `ROUNDING` is one of `ROUNDINGS`."""
     if TYPE == 1:
-        return _narrow(value, 13, 112, 0x38800000, 0.5, 0x3F000000, 0x47800000, 0x7E00, 0x8000)
+        return _narrow(
+            value, 13, 112, 0x38800000, 0.5, 0x3F000000, 0x47800000, 0x7E00, 0x8000, False
+        )
     if TYPE == 2:
         bits = value.to(tl.uint32, bitcast=True)
         found = (bits + _bits(0x7FFF) + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & _bits(0x7FFFFFFF)) > _bits(0x7F800000)
         return tl.where(is_nan, _bits(0x7FC0), found)
+    if ROUNDING == 1:
+        return _truncated(value, TYPE)
     if TYPE == 3:
-        return _narrow(value, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x43E00000, 0x7F, 0x80)
-    return _narrow(value, 21, 112, 0x38800000, 128.0, 0x43000000, 0x47600000, 0x7F, 0x80)
+        return _narrow(
+            value, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x43E00000, 0x7F, 0x80, ROUNDING == 2
+        )
+    largest: tl.constexpr = 0x47800000 if ROUNDING == 2 else 0x47600000
+    return _narrow(value, 21, 112, 0x38800000, 128.0, 0x43000000, largest, 0x7F, 0x80, ROUNDING == 2)
 
 
 # fmt: off
@@ -186,6 +229,7 @@ def relayout_kernel(
     scales,  # float32 [row of the paged destination or source, head, 2]; None if elements are copied as they are
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr, DST_WORD: tl.constexpr, DST_WORD_BYTES: tl.constexpr,
     SRC_TYPE: tl.constexpr, DST_TYPE: tl.constexpr, SRC_SCALED: tl.constexpr, DST_SCALED: tl.constexpr,
+    ROUNDING: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, EVEN_TOKENS: tl.constexpr,
     SRC_ONE_BLOCK: tl.constexpr, SRC_AXIS: tl.constexpr, SRC_ALIGN: tl.constexpr,
@@ -235,8 +279,11 @@ def relayout_kernel(
                 value = value * tl.load(pair, mask=heads < num_heads, other=1.0)[:, None, None]
             if DST_SCALED:
                 scale = tl.load(pair + 1, mask=heads < num_heads, other=1.0)[:, None, None]
-                value = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
-            found = _number_of(value, DST_TYPE).to(DST_WORD)
+                if ROUNDING == 1:
+                    value = value * tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+                else:
+                    value = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
+            found = _number_of(value, DST_TYPE, ROUNDING).to(DST_WORD)
         tl.store(dst, found, mask=mask)
 
 
@@ -303,12 +350,13 @@ def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tupl
 def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> dict[str, Any]:
     """Return the kernel's compile-time arguments."""
     src_bytes = dst_bytes = tiling.tile.word_bytes
-    types, scaled = (0, 0), (False, False)
+    types, scaled, rounding = (0, 0), (False, False), 0
     if conversion is not None:
         src_bytes, dst_bytes = conversion.src_item_bytes, conversion.dst_item_bytes
         elements = conversion.src_element, conversion.dst_element
         types = ELEMENT_TYPES[elements[0]], ELEMENT_TYPES[elements[1]]
         scaled = is_scaled(elements[0]), is_scaled(elements[1])
+        rounding = ROUNDINGS[conversion.rounding]
     return {
         "WORD": _WORD_TYPES[src_bytes],
         "WORD_BYTES": src_bytes,
@@ -318,6 +366,7 @@ def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> di
         "DST_TYPE": types[1],
         "SRC_SCALED": scaled[0],
         "DST_SCALED": scaled[1],
+        "ROUNDING": rounding,
         "NUM_WORDS": tiling.tile.num_words,
         "HEADS": tiling.tile.heads,
         "TOKENS": tiling.tile.tokens,

@@ -247,7 +247,7 @@ static void run_copies(void)
     }
 }
 
-/* ---- conversions: any layouts and types, by every kind of vectors, against a search for the nearest number ---- */
+/* ---- conversions: any layouts, types and rules, by every kind of vectors, against a search for the number ---- */
 
 enum { NUM_TYPES = KVC_FLOAT8_E5M2 + 1 };
 static const struct {
@@ -283,7 +283,7 @@ static uint32_t load_item(const char *at, int64_t item)
 }
 
 /* What an item is stored as. */
-static uint32_t converted(uint32_t item, int src, int dst, struct kvc_scale scale)
+static uint32_t converted(uint32_t item, int src, int dst, int rounding, struct kvc_scale scale)
 {
     static double numbers[NUM_TYPES][1 << 15];
     if (numbers[KVC_BFLOAT16][1] == 0)
@@ -294,10 +294,15 @@ static uint32_t converted(uint32_t item, int src, int dst, struct kvc_scale scal
     uint32_t sign = item & sign_bit ? (types[dst].item_bytes == 1 ? 0x80 : 0x8000) : 0;
     bool is_infinite = types[src].infinity && magnitude == types[src].infinity;
     if (magnitude > types[src].last && !is_infinite)
-        return types[dst].nan;
+        return rounding == KVC_TRUNCATED ? types[dst].last : types[dst].nan | (rounding == KVC_CAST ? sign : 0);
     float value = is_infinite ? __builtin_inff() : (float)numbers[src][magnitude];
     value = types[src].item_bytes == 1 ? value * scale.src : value;
-    value = types[dst].item_bytes == 1 ? value / scale.dst : value;
+    if (types[dst].item_bytes == 1)
+        value = rounding == KVC_TRUNCATED ? value * (1 / scale.dst) : value / scale.dst;
+    if (rounding == KVC_TRUNCATED && value == 0)
+        sign = 0;
+    if (rounding == KVC_TRUNCATED && dst == KVC_FLOAT8_E4M3 && value < 0x1p-6f)
+        value = (float)((value + 0x1p23) - 0x1p23); /* in doubles, whose last bit there is 2^-29 */
     uint32_t low = 0, high = types[dst].last + 1; /* the last one that is not above the value is in [low, high) */
     while (high - low > 1) {
         uint32_t middle = (low + high) / 2;
@@ -307,9 +312,10 @@ static uint32_t converted(uint32_t item, int src, int dst, struct kvc_scale scal
             high = middle;
     }
     double below = value - numbers[dst][low], above = numbers[dst][low + 1] - value;
-    if (below > above || (below == above && low % 2))
+    if (rounding != KVC_TRUNCATED && (below > above || (below == above && low % 2)))
         low++;
-    if (low > types[dst].last && types[dst].item_bytes == 1)
+    bool has_infinity = types[dst].infinity && (types[dst].item_bytes == 2 || rounding == KVC_CAST);
+    if (low > types[dst].last && !has_infinity)
         low = types[dst].last;
     return sign | low;
 }
@@ -320,33 +326,35 @@ static struct kvc_scale draw_scale(void)
     return (struct kvc_scale){scales[draw(8)], scales[draw(8)]};
 }
 
-static void draw_types(int *src, int *dst)
+static void draw_types(int *src, int *dst, int *rounding)
 {
     do {
         *src = KVC_FLOAT16 + (int)draw(4);
         *dst = KVC_FLOAT16 + (int)draw(4);
     } while (types[*src].item_bytes == 2 && types[*dst].item_bytes == 2);
+    *rounding = types[*dst].item_bytes == 1 ? (int)draw(3) : KVC_NEAREST;
 }
 
 static void convert_every_item(void)
 {
     enum { MAX_ITEMS = 1 << 16 };
     static char src_items[2 * MAX_ITEMS], dst_items[2 * MAX_ITEMS];
-    int src, dst;
-    draw_types(&src, &dst);
+    int src, dst, rounding;
+    draw_types(&src, &dst, &rounding);
     int64_t src_item = types[src].item_bytes, dst_item = types[dst].item_bytes, count = src_item == 1 ? 256 : MAX_ITEMS;
     for (int64_t index = 0; index < count; index++)
         memcpy(src_items + index * src_item, &(uint32_t){(uint32_t)index}, (size_t)src_item); /* little-endian */
     struct kvc_scale scale = draw_scale();
-    kvc_convert_row(dst_items, dst_item, src_items, src_item, count, KVC_CONVERSION(src, dst), scale);
+    kvc_convert_row(dst_items, dst_item, src_items, src_item, count, KVC_CONVERSION(src, dst, rounding), scale);
     for (int64_t index = 0; index < count; index++)
-        CHECK(load_item(dst_items + index * dst_item, dst_item) == converted((uint32_t)index, src, dst, scale));
+        CHECK(load_item(dst_items + index * dst_item, dst_item) ==
+              converted((uint32_t)index, src, dst, rounding, scale));
 }
 
 static void convert_pools(void)
 {
-    int src_type, dst_type;
-    draw_types(&src_type, &dst_type);
+    int src_type, dst_type, rounding;
+    draw_types(&src_type, &dst_type, &rounding);
     struct shape shape = {1 + (int64_t)draw(4), 1 + (int64_t)draw(40), 1 + (int64_t)draw(150), types[src_type].item_bytes};
     struct pool src = draw_side(shape);
     shape.item = types[dst_type].item_bytes;
@@ -363,14 +371,14 @@ static void convert_pools(void)
                 for (int64_t dim = 0; dim < shape.dim; dim++) {
                     const char *from = item_at(&src.parts[part], &src.side, head, token, dim);
                     uint32_t item = converted(load_item(from, types[src_type].item_bytes), src_type, dst_type,
-                                              scales[part * shape.heads + head]);
+                                              rounding, scales[part * shape.heads + head]);
                     memcpy(want + (item_at(&dst.parts[part], &dst.side, head, token, dim) - dst.memory), &item,
                            (size_t)shape.item);
                 }
     kvc_flag fence = 0;
     bool is_packed = draw(2);
     struct kvc_copy_job job = job_of(shape, &src, is_packed ? NULL : &dst), unpack = job_of(shape, NULL, &dst);
-    job.conversion = KVC_CONVERSION(src_type, dst_type);
+    job.conversion = KVC_CONVERSION(src_type, dst_type, rounding);
     job.scales = scales;
     char *slot = malloc((size_t)job.nbytes);
     CHECK(slot);
@@ -388,7 +396,7 @@ static void run_conversions(void)
 {
     int best = kvc_vectors;
     for (kvc_vectors = KVC_BASELINE; kvc_vectors <= best; kvc_vectors++) {
-        for (int round = 0; round < 60; round++)
+        for (int round = 0; round < 150; round++)
             convert_every_item();
         for (int round = 0; round < 300; round++)
             convert_pools();

@@ -36,8 +36,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 WIDE, NARROW = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
 PAIRS = [*product(WIDE, NARROW), *product(NARROW, WIDE), *product(NARROW, NARROW)]
-SCALES = [1.0, 0.5, 0.0371, 3.7, 1e-6, 250.0]
-pairs = pytest.mark.parametrize("src_element, dst_element", PAIRS)
+SCALES = [1.0, 0.5, 0.0371, 3.7, 1e-6, 250.0, 1e30, 1e-30]
+RULES = [
+    *((*pair, "nearest") for pair in PAIRS),
+    *(
+        (src, dst, rule)
+        for src in (*WIDE, *NARROW)
+        for dst in NARROW
+        for rule in ("truncated", "cast")
+    ),
+]
+rules = pytest.mark.parametrize("src_element, dst_element, rounding", RULES)
 
 
 def every_number(element):
@@ -48,16 +57,18 @@ def every_number(element):
 
 
 @implementations
-@pairs
+@rules
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_number_is_stored_as_torch_casts_it(copy, device, src_element, dst_element, scale):
+def test_every_number_is_stored_as_the_oracle_does(
+    *, copy, device, src_element, dst_element, rounding, scale
+):
     """Saturation, NaN, infinities, denormals and -0 are among them."""
     numbers = every_number(src_element).to(device)
     count, src_item = numbers.numel(), element_bytes(src_element)
     stored = torch.uint8 if element_bytes(dst_element) == 1 else torch.int16
     found, want = (torch.zeros(1, 1, 1, count, dtype=stored, device=device) for _ in range(2))
     pair = np.array([[[scale, 1.7 * scale]]], np.float32)
-    conversion = Conversion(src_element, dst_element, pair, device)
+    conversion = Conversion(src_element, dst_element, pair, device, rounding=rounding)
     src = numbers.view(1, 1, 1, count)
     ids = torch.zeros(1, dtype=torch.int32, device=device)
     sides = [
@@ -74,19 +85,24 @@ def test_every_number_is_stored_as_torch_casts_it(copy, device, src_element, dst
     assert torch.equal(found, want)
 
 
-def test_the_oracle_saturates_and_keeps_signs():
-    """Numbers that were written down by hand, for bf16 to both kinds of fp8."""
+def test_the_oracle_knows_what_each_rule_does():
+    """Numbers that were written down by hand, for bf16 to both kinds of fp8: saturation, signs, ties, denormals."""
     values = torch.tensor(
         [0.0, -0.0, 448.0, 449.0, -1e30, float("inf"), float("-inf"), float("nan"), 2.0**-9, 2e-3],
         dtype=torch.bfloat16,
     )
     src = values.view(torch.int16).view(1, 1, 1, -1)
     found = torch.zeros(src.shape, dtype=torch.uint8)
-    for element, want in (
-        ("float8_e4m3fn", [0, 0x80, 0x7E, 0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 1, 1]),
-        ("float8_e5m2", [0, 0x80, 0x5F, 0x5F, 0xFB, 0x7B, 0xFB, 0x7F, 0x18, 0x18]),
+    for element, rounding, want in (
+        ("float8_e4m3fn", "nearest", [0, 0x80, 0x7E, 0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 1, 1]),
+        ("float8_e5m2", "nearest", [0, 0x80, 0x5F, 0x5F, 0xFB, 0x7B, 0xFB, 0x7F, 0x18, 0x18]),
+        ("float8_e4m3fn", "cast", [0, 0x80, 0x7E, 0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 1, 1]),
+        ("float8_e5m2", "cast", [0, 0x80, 0x5F, 0x5F, 0xFC, 0x7C, 0xFC, 0x7F, 0x18, 0x18]),
+        ("float8_e4m3fn", "truncated", [0, 0, 0x7E, 0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 1, 1]),
+        ("float8_e5m2", "truncated", [0, 0, 0x5F, 0x5F, 0xFB, 0x7B, 0xFB, 0x7B, 0x18, 0x18]),
     ):
-        one = Conversion("bfloat16", element, np.ones((1, 1, 2), np.float32), "cpu")
+        ones = np.ones((1, 1, 2), np.float32)
+        one = Conversion("bfloat16", element, ones, "cpu", rounding=rounding)
         relayout_naive([src], [found], [0], [0], num_heads=1, num_tokens=1, conversion=one)
         assert found.flatten().tolist() == want
 
@@ -96,17 +112,17 @@ def test_the_oracle_saturates_and_keeps_signs():
 @given(
     data=st.data(),
     kind=st.sampled_from(["relayout", "tiled", "pack", "unpack"]),
-    pair=st.sampled_from(PAIRS),
+    rule=st.sampled_from(RULES),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
     head_dim=st.integers(1, 40) | st.sampled_from([72, 300]),
     seed=st.integers(0, 1 << 16),
 )
 def test_any_geometry_is_converted_like_the_naive_one(
-    *, copy, device, data, kind, pair, num_heads, num_tokens, head_dim, seed
+    *, copy, device, data, kind, rule, num_heads, num_tokens, head_dim, seed
 ):
     counts = {"num_parts": 2, "num_heads": num_heads, "num_tokens": num_tokens}
-    src_item, dst_item = map(element_bytes, pair)
+    src_item, dst_item = map(element_bytes, rule[:2])
 
     def end(item, is_chunk, fill):
         sizes = {"head_dim": head_dim, "item": item, "device": device}
@@ -127,7 +143,7 @@ def test_any_geometry_is_converted_like_the_naive_one(
         shape = (shape[0], 1, 2)
     scales = random.choice(np.array(SCALES, np.float32), shape)
     scales = np.broadcast_to(scales, (shape[0], num_heads, 2)).copy()
-    conversion = Conversion(*pair, scales, device)
+    conversion = Conversion(*rule[:2], scales, device, rounding=rule[2])
     want = expected_buffer(
         src,
         dst,
@@ -152,6 +168,10 @@ def test_what_cannot_be_converted_is_refused():
     for scale in (0.0, -1.0, np.inf, np.nan):
         with pytest.raises(RelayoutError, match="above 0"):
             Conversion("bfloat16", "float8_e4m3fn", ones * np.float32(scale), "cpu")
+    with pytest.raises(RelayoutError, match="no rule 'down' is known"):
+        Conversion("bfloat16", "float8_e4m3fn", ones, "cpu", rounding="down")
+    with pytest.raises(RelayoutError, match="bfloat16 are rounded to nearest"):
+        Conversion("float8_e4m3fn", "bfloat16", ones, "cpu", rounding="truncated")
     with pytest.raises(RelayoutError, match="float32"):
         Conversion("bfloat16", "float8_e4m3fn", np.ones((2, 4)), "cpu")
     pools = Pool("HND", 4, item=2), Pool("NHD", 8, item=1)
