@@ -9,7 +9,7 @@ from kvconnector.datapath.pools import CacheGroup
 from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
-from kvconnector.topology.geometry import ELEMENTS
+from kvconnector.topology.geometry import ELEMENTS, ROUNDINGS
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,7 @@ def cache_group(
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
     row_tokens: int = 1,
     scales: Mapping[int, Sequence[Sequence[float]]] | None = None,
+    rounding: str = "nearest",
 ) -> CacheGroup:
     """Make a cache group of this rank from its tensors.
 
@@ -79,13 +80,16 @@ def cache_group(
     of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines. If `row_tokens` tokens
     share a row of a compressed cache, the tensors' `block_size` and the interleave count rows. `scales[layer][part]`
     are those of numbers in fp8: one, or one for each head of this rank. Numbers are converted for engines that have
-    other types only if they are given; `PartGeometry` says how the engine must store them.
+    other types only if they are given. `rounding` is the rule by which the engine stores fp8, one of
+    `topology.ROUNDINGS`; docs/conversion.md says what each does.
 
     Raises:
-        GeometryError: no layer, tensors that are not alike or not of four axes, heads beyond `total_heads`, or a layer,
-            a part or a head without a scale.
+        GeometryError: no layer, tensors that are not alike or not of four axes, heads beyond `total_heads`, an unknown
+            rule, or a layer, a part or a head without a scale.
     """
     require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
+    if rounding not in ROUNDINGS:
+        raise GeometryError("no such rule for fp8", rounding=rounding, known=ROUNDINGS)
     for layer, tensors in caches.items():
         _check_layer(layer, tensors)
     layers = tuple(sorted(caches))
@@ -110,6 +114,7 @@ def cache_group(
             head_dim=view.head_dim,
             item_size_bytes=view.item_size_bytes,
             element=_element(tensor),
+            rounding=rounding,
         )
         for name, tensor, view in zip(
             PART_NAMES[len(tensors)], tensors, views[layers[0]], strict=True

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvconnector.topology.geometry import (
     FP8_ELEMENTS,
+    ROUNDINGS,
     EngineGeometry,
     GroupGeometry,
     PartGeometry,
@@ -35,13 +36,15 @@ _CACHE_DTYPES = {
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentConversion:
     """How a segment's elements change type. `scales` is float32 `[row, head, 2]` over its (layer, part) rows and heads:
-    the producer's scale, then the consumer's. `when_packing`: the producer converts packed reads.
+    the producer's scale, then the consumer's. `rounding` is the consumer's rule. `when_packing`: the producer converts
+    packed reads.
     """
 
     src_element: str
     dst_element: str
     scales: npt.NDArray[np.float32]
     when_packing: bool
+    rounding: str = "nearest"
 
 
 def segment_conversion(
@@ -62,7 +65,9 @@ def segment_conversion(
     shape = len(segment.layers) * segment.num_parts, segment.head_stop - segment.head_start
     found = [np.ones(shape, np.float32) if each is None else each for each in scales]
     when_packing = families[1].item_size_bytes <= families[0].item_size_bytes
-    return SegmentConversion(theirs, ours, np.stack(found, axis=2), when_packing)
+    # numbers of other types are rounded to nearest, whatever their part states
+    rounding = families[1].rounding if ours in FP8_ELEMENTS else "nearest"
+    return SegmentConversion(theirs, ours, np.stack(found, axis=2), when_packing, rounding)
 
 
 def _segment_scales(segment: Segment, group: GroupGeometry) -> npt.NDArray[np.float32] | None:
@@ -100,17 +105,8 @@ def numbers_differ(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> 
 def obstacle(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> str:
     """Return why a cache group's numbers cannot be converted between two engines, as a clause; "" if they can."""
     for engine in (ours, theirs):
-        group = engine.ranks[0].groups[index]
-        elements = [{group.parts[i].element for i in f.part_indices} for f in group.families]
-        name = engine.engine_id
-        if unknown := [part.name for part in group.parts if not part.element]:
-            return (
-                f"the elements of {', '.join(unknown)} in {name} have no type that can be converted"
-            )
-        if any(len(family) > 1 for family in elements):
-            return f"parts of one size have several types in {name}"
-        if not {*FP8_ELEMENTS}.isdisjoint(*elements) and not _are_scales_known(engine, index):
-            return f"{name} does not state a scale above 0 for each part of its fp8 numbers"
+        if reason := _own_obstacle(engine, index):
+            return reason
     for mine, other in _pairs(ours, theirs, index):
         if mine.element != other.element and {mine.element, other.element}.isdisjoint(FP8_ELEMENTS):
             return f"{mine.element} and {other.element} are not converted, since neither is fp8"
@@ -123,6 +119,26 @@ def obstacle(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> str:
     for engine in (ours, theirs):
         if not engine.converts:
             return f"convert=never in {engine.engine_id}"
+    return ""
+
+
+def _own_obstacle(engine: EngineGeometry, index: int) -> str:
+    """Return why numbers of a cache group of one engine cannot be converted, whatever the other engine's are."""
+    name, group = engine.engine_id, engine.ranks[0].groups[index]
+    if unknown := [part.name for part in group.parts if not part.element]:
+        return f"the elements of {', '.join(unknown)} in {name} have no type that can be converted"
+    kinds = [
+        {(group.parts[i].element, group.parts[i].rounding) for i in family.part_indices}
+        for family in group.families
+    ]
+    if any(len(family) > 1 for family in kinds):
+        return f"parts of one size have several types, or are rounded by several rules, in {name}"
+    if {*FP8_ELEMENTS}.isdisjoint(part.element for part in group.parts):
+        return ""
+    if not _are_scales_known(engine, index):
+        return f"{name} does not state a scale above 0 for each part of its fp8 numbers"
+    if rules := _unknown_rules(engine, index):
+        return f"{name} stores fp8 by a rule that is not known here ({', '.join(rules)})"
     return ""
 
 
@@ -148,6 +164,12 @@ def _pairs(
     return list(
         zip(ours.ranks[0].groups[index].parts, theirs.ranks[0].groups[index].parts, strict=False)
     )
+
+
+def _unknown_rules(engine: EngineGeometry, index: int) -> list[str]:
+    """Return the rules of a group's fp8 parts, of any rank, that are not known here."""
+    held = [part for stage in engine.holdings for groups in stage for part in groups[index].parts]
+    return sorted({p.rounding for p in held if p.element in FP8_ELEMENTS} - {*ROUNDINGS})
 
 
 def _are_scales_known(engine: EngineGeometry, index: int) -> bool:

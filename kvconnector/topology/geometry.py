@@ -23,6 +23,10 @@ MAX_BLOCK_SIZE = 1 << 20
 FP8_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 ELEMENTS = {"float16": 2, "bfloat16": 2, **dict.fromkeys(FP8_ELEMENTS, 1)}
 """Types of elements that can be converted, by torch's names, and their bytes."""
+ROUNDINGS = ("nearest", "truncated", "cast")
+"""Rules by which engines store fp8, see docs/conversion.md."""
+UNKNOWN_ROUNDING = "unknown"
+"""What an engine states whose kernel stores fp8 by none of `ROUNDINGS`: nothing is converted for it."""
 REPLICAS_BY_INDEX = 1
 """The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
 _DIGEST_BYTES = 8
@@ -34,8 +38,8 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
     share in global head numbering. `memory_order` is as `layout.memory_orders` returns it, or empty if it is not known.
     `element` is the type of the elements, one of `ELEMENTS`, if they are numbers that another engine may have in
-    another type. An fp8 number times its scale in `GroupGeometry.scales` is a value; the engine divides a value by the
-    scale in single precision, rounds it to nearest, and saturates. Empty: elements are moved as bytes.
+    another type; else empty, and they are moved as bytes. An fp8 number times its scale in `GroupGeometry.scales` is a
+    value. `rounding` is the rule by which the engine stores values in fp8, one of `ROUNDINGS`.
 
     Raises GeometryError: the head range is empty or beyond the model's heads, a size is below one, or the
     element's type has another size.
@@ -49,6 +53,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     item_size_bytes: int
     memory_order: Annotated[str, Meta(max_length=6, pattern="^[LB2HND]*$")] = ""
     element: Annotated[str, Meta(max_length=32, pattern="^[a-z0-9_]*$")] = ""
+    rounding: Annotated[str, Meta(max_length=32, pattern="^[a-z0-9_]+$")] = "nearest"
 
     def __post_init__(self) -> None:
         if not 0 <= self.head_start < self.head_stop <= self.total_heads:

@@ -1,17 +1,23 @@
 """Engines whose caches have other types or scales: the bytes are those that the consumer would have stored itself."""
 
+import dataclasses
 import math
 import mmap
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import kvconnector as kvc
+from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import plan_transfer
 from kvconnector.runtime.engine import joined_geometry
 from kvconnector.runtime.tensors import cache_group
-from kvconnector.topology import TpKVTopology
+from kvconnector.topology import TpKVTopology, geometry
+from kvconnector.topology.geometry import UNKNOWN_ROUNDING
+from kvconnector_kernels.relayout import Conversion, relayout_naive
+from kvconnector_kernels.relayout import convert as kernels
 from tests.integration.runtime_pair import SETTINGS
 from tests.support.waiting import until
 
@@ -27,10 +33,30 @@ def mapped(axes, dtype):
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(axes)
 
 
+def unknown_rule(group):
+    """Return a group as an engine states it whose kernel stores fp8 by a rule of its own."""
+    parts = tuple(replace(part, rounding=UNKNOWN_ROUNDING) for part in group.geometry.parts)
+    return dataclasses.replace(group, geometry=replace(group.geometry, parts=parts))
+
+
 class Engine:
     """An engine of one or two ranks that split the heads, with K and V of tensors' own types."""
 
-    def __init__(self, name, role, dtype, *, block, nhd, scale=None, tp_size=1, **settings):
+    def __init__(
+        self,
+        name,
+        role,
+        dtype,
+        *,
+        block,
+        nhd,
+        scale=None,
+        tp_size=1,
+        rounding="nearest",
+        unknown=False,
+        **settings,
+    ):
+        self.rounding = rounding
         self.dtype, self.block, self.workers, self.caches = dtype, block, [], []
         config = kvc.Config.from_mapping({**SETTINGS, "engine_id": name, "role": role, **settings})
         share = HEADS // tp_size
@@ -48,8 +74,14 @@ class Engine:
                 for layer in range(LAYERS)
             }
             group = cache_group(
-                tensors, total_heads=HEADS, head_start=rank * share, scales=scales or None
+                tensors,
+                total_heads=HEADS,
+                head_start=rank * share,
+                scales=scales or None,
+                rounding=rounding,
             )
+            if unknown:
+                group = unknown_rule(group)
             self.workers.append(kvc.Worker(config, rank=(0, rank), model="m@1"))
             self.workers[-1].register([group])
         self.scale = scale
@@ -72,12 +104,12 @@ class Engine:
         self.paths |= {each.path for each in output.stats.transfers}
 
     def factors(self, layer, part):
-        """The scales of all heads, `[head, 1, 1]`."""
+        """The scales of all heads, `[head, 1]`."""
         found = [1.0] * HEADS
         if self.scale:
             found = list(self.scale(layer, part, range(HEADS)))
         found = found * HEADS if len(found) == 1 else found
-        return torch.tensor(found, dtype=torch.float32).view(HEADS, 1, 1)
+        return torch.tensor(found, dtype=torch.float32).view(HEADS, 1)
 
     def bits(self, layer, part, blocks, num_tokens):
         """The numbers of a request's tokens, `[head, token, dim]`."""
@@ -105,23 +137,25 @@ def fill(engine):
                 raw.copy_(torch.randint(-(1 << 15), 1 << 15, raw.shape, generator=generator))
 
 
-def stored(values, scale, dtype):
-    """What an engine that stores `dtype` has of values."""
-    nan = values.isnan()
-    if dtype in (E4M3, E5M2):
-        most = torch.finfo(dtype).max
-        values = (values / scale).clamp(-most, most)
-    found = values.to(dtype).view(torch.uint8 if dtype in (E4M3, E5M2) else torch.int16)
-    found[nan] = {BF16: 0x7FC0, FP16: 0x7E00}.get(dtype, 0x7F)
-    return found
+def stored(numbers, factors, scale, d):
+    """What an engine has of another one's numbers `[head, token, dim]`, by the kernels' oracle."""
+    elements = [str(each).removeprefix("torch.") for each in (numbers.dtype, d.dtype)]
+    pairs = torch.cat([factors, scale], 1).view(1, HEADS, 2)
+    conversion = Conversion(*elements, pairs.numpy(), "cpu", rounding=d.rounding)
+    bits = {1: torch.uint8, 2: torch.int16}
+    src = numbers.view(bits[numbers.element_size()]).unsqueeze(0)
+    found = torch.zeros(src.shape, dtype=bits[d.dtype.itemsize])
+    counts = {"num_heads": HEADS, "num_tokens": src.shape[2]}
+    relayout_naive([src], [found], [0], [0], **counts, conversion=conversion)
+    return found[0]
 
 
 def check(p, d, source, target):
     for layer in range(LAYERS):
         for part in "kv":
-            numbers = p.bits(layer, part, source, TOKENS).view(p.dtype).float()
-            values = numbers * p.factors(layer, part) if p.scale else numbers
-            want = stored(values, d.factors(layer, part), d.dtype)
+            numbers = p.bits(layer, part, source, TOKENS).view(p.dtype)
+            factors = p.factors(layer, part), d.factors(layer, part)
+            want = stored(numbers, *factors, d)
             assert torch.equal(d.bits(layer, part, target, TOKENS), want)
 
 
@@ -185,6 +219,19 @@ def test_a_consumer_gets_what_it_would_have_stored(start, direct, ours, theirs, 
     assert d.paths == {"direct" if direct == "always" else "packed"}
 
 
+@pytest.mark.parametrize("direct", ["always", "never"])
+@pytest.mark.parametrize("rounding", ["truncated", "cast"])
+def test_a_consumer_states_how_its_own_kernel_rounds(start, direct, rounding):
+    paths = {"paths": {"direct": direct}}
+    p = start("p", "producer", BF16, block=8, nhd=True, **paths)
+    fill(p)
+    d = start("d", "consumer", E5M2, scale=per_head, block=8, nhd=False, rounding=rounding, **paths)
+    blocks = list(range(8))
+    load(p, d, blocks, blocks)
+    assert not d.failed
+    check(p, d, blocks, blocks)
+
+
 def test_a_packed_read_of_a_wider_cache_has_the_bytes_of_the_narrower_one(start):
     """In both directions, and planned alike by both ends."""
     engines = [
@@ -207,6 +254,7 @@ def test_a_packed_read_of_a_wider_cache_has_the_bytes_of_the_narrower_one(start)
     [
         ({"convert": "never"}, "convert=never in d"),
         ({"scale": None}, "d does not state a scale above 0"),
+        ({"unknown": True}, r"d stores fp8 by a rule that is not known here (unknown)"),
         ({"dtype": torch.uint8}, "have no type that can be converted"),
     ],
 )
@@ -217,3 +265,10 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(start, changes, rea
     load(p, d, list(range(8)), list(range(8)))
     (error,) = d.failed.values()
     assert reason in error
+
+
+def test_both_halves_know_the_same_rules():
+    assert [*kernels.ROUNDINGS] == [*geometry.ROUNDINGS]
+    assert [*kernels.ELEMENT_TYPES] == [*geometry.ELEMENTS]
+    with pytest.raises(GeometryError, match="no such rule"):
+        cache_group({0: (torch.zeros(2, 1, 4, 8, dtype=E4M3),)}, rounding="down")

@@ -267,7 +267,8 @@ class Copies:
         num_rows, num_heads, _ = asked.scales.shape
         scales = np.ones((window.table.num_parts, num_heads, 2), np.float32)
         scales[window.segment.first_row : window.segment.first_row + num_rows] = asked.scales
-        return Conversion(asked.src_element, asked.dst_element, scales, self.pools.device)
+        elements = asked.src_element, asked.dst_element
+        return Conversion(*elements, scales, self.pools.device, rounding=asked.rounding)
 
     def _lane(
         self,
