@@ -35,6 +35,12 @@ def quantile(share: float, seconds: str = "kvconnector_transfer_seconds") -> str
     return f"histogram_quantile({share}, sum by (engine, le) ({buckets}))"
 
 
+def largest(metric: str, change: str = "") -> str:
+    """Return a count of requests by engine, or its increase. Each rank of SGLang counts the same ones."""
+    counted = f"{metric}{{{WHERE}}}"
+    return f"max by (engine) ({f'{change}({counted}[$__rate_interval])' if change else counted})"
+
+
 def rate(metric: str, label: str) -> str:
     """Return a counter's rate by engine and one more label."""
     return f"sum by (engine, {label}) (rate({metric}{{{WHERE}}}[$__rate_interval]))"
@@ -73,13 +79,13 @@ GRAPHS = (
         "ops",
         {"{{engine}} {{cause}}": rate("kvconnector_transfer_failures_total", "cause")},
     ),
-    Graph("Loads in flight", "short", {"{{engine}}": f"kvconnector_loads_in_flight{{{WHERE}}}"}),
+    Graph("Loads in flight", "short", {"{{engine}}": largest("kvconnector_loads_in_flight")}),
     Graph(
         "Requests held for a consumer",
         "short",
         {
-            "{{engine}}": f"kvconnector_requests_held{{{WHERE}}}",
-            "{{engine}} expired": f"increase(kvconnector_leases_expired_total{{{WHERE}}}[$__rate_interval])",
+            "{{engine}}": largest("kvconnector_requests_held"),
+            "{{engine}} expired": largest("kvconnector_leases_expired_total", "increase"),
         },
     ),
     Graph(

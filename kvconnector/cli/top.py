@@ -54,6 +54,7 @@ _FIELDS = {
     "vllm:kvconnector_num_kv_expired_reqs_total": "expired",
 }
 """Fields of `Snapshot`, by the names of samples of our exporter and vLLM's."""
+_GAUGES = {"in_flight", "held"}
 _LABELS = {"buckets": "le", "loads": "path", "failures": "cause", "packed": "reason"}
 
 
@@ -171,8 +172,10 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
                 if field == "buckets":
                     float(label)  # raises
                 getattr(engine, field)[label] += int(sample.value)
+            elif field in _GAUGES:  # all ranks of an engine of SGLang count the same requests
+                setattr(engine, field, max(getattr(engine, field) or 0, sample.value))
             elif field is not None:
-                setattr(engine, field, (getattr(engine, field) or 0) + sample.value)
+                setattr(engine, field, getattr(engine, field) + sample.value)
     return dict(engines)
 
 

@@ -55,7 +55,7 @@ class EngineMetrics:
         registry: Where the metrics are registered.
         labels: More labels that all of them have, with their values.
         is_multiprocess: True where prometheus_client writes values to files for another process, which can ask no
-            gauge: `observe` sets them.
+            gauge: `set_gauges` and `observe` set them.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineMetrics:
         self._of_engine = engine_id, *more.values()
         self._scheduler, self._is_multiprocess = scheduler, is_multiprocess
         self._loading: dict[tuple[str, str], tuple[LoadInFlight, float]] = {}
+        self._counts = (-1, -1)
 
         def metric(kind: type[T], name: str, documentation: str, *labels: str, **options: Any) -> T:
             names = ["engine", *more, *labels]
@@ -120,14 +121,17 @@ class EngineMetrics:
         since_s = time.monotonic() - FRESH_S
         self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
 
-    def _set_gauges(self) -> None:
-        if self._is_multiprocess:
-            self._in_flight.set(self._scheduler.num_loading)
-            self._held.set(len(self._scheduler.held))
+    def set_gauges(self) -> None:
+        """Write the numbers of requests for another process, where that is needed and they have changed."""
+        counts = self._scheduler.num_loading, len(self._scheduler.held)
+        if self._is_multiprocess and counts != self._counts:
+            self._counts = counts
+            self._in_flight.set(counts[0])
+            self._held.set(counts[1])
 
     def observe(self, stats: WorkerStats) -> None:
         """Count the transfers and failures in `WorkerOutput.stats`."""
-        self._set_gauges()
+        self.set_gauges()
         if stats.loading:
             self._forget_stale()  # failed loads, which appear in no `transfers`, even if `in_flight` is never called
         for each in stats.loading:

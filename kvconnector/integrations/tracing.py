@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -18,6 +19,14 @@ from kvconnector.session import RequestTrace
 _NS_PER_S = 1_000_000_000
 MAX_REQUESTS = 10_000
 _GOOD = frozenset({"done", "released"})
+
+
+def headers_of(context: object) -> dict[str, str]:
+    """Return the trace headers of an OpenTelemetry context; none if it is something else, or has no span."""
+    headers: dict[str, str] = {}
+    if isinstance(context, Context):
+        TraceContextTextMapPropagator().inject(headers, context)
+    return headers
 
 
 class RequestSpans:

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvconnector.integrations.sglang.fields import MAX_ROOM
+from kvconnector.integrations.tracing import headers_of
 
 pytestmark = pytest.mark.sglang
 
@@ -38,6 +39,9 @@ def queues():
     return {"decode": DecodePreallocQueue, "prefill": PrefillBootstrapQueue}
 
 
+UNTRACED = SimpleNamespace(spans=None)
+
+
 def _request(fields):
     return SimpleNamespace(
         rid="r",
@@ -52,10 +56,11 @@ def _request(fields):
     )
 
 
-def _ask(queue, fields):
+def _ask(queue, fields, stats=UNTRACED, context=None):
     """Let a queue admit a request. Returns the error that its client gets, or None."""
     streamer = Mock()
     of_queue = SimpleNamespace(
+        kv_manager=SimpleNamespace(stats=stats),
         scheduler=SimpleNamespace(output_streamer=streamer, enable_hisparse=False),
         max_input_len=100,
         max_total_num_tokens=100,
@@ -67,6 +72,7 @@ def _ask(queue, fields):
     admitted = queue.__new__(queue)
     admitted.__dict__.update(vars(of_queue))
     request = _request(fields)
+    request.time_stats = SimpleNamespace(trace_ctx=context)
     if queue._check_if_req_exceed_kv_capacity(admitted, request):
         streamer.stream_output.assert_called_once()
         return request.finished_reason.message
@@ -141,3 +147,17 @@ def test_the_queues_ask_before_they_compute_with_the_fields(queues, side):
     names = [getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls]
     before = names[: names.index("_check_if_req_exceed_kv_capacity")]
     assert not {"_create_receiver_and_enqueue", "kv_sender_class", "_bootstrap_addr"} & {*before}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_trace_of_a_request_that_is_admitted_is_noted_by_its_room(queues, side):
+    from sglang.srt.observability.trace import TraceNullContext
+
+    stats = Mock()
+    span = object()
+    assert _ask(queues[side], GOOD, stats, SimpleNamespace(root_span_context=span)) is None
+    stats.note_trace.assert_called_once_with(GOOD["room"], span)
+    assert _ask(queues[side], GOOD | {"room": 0}, stats, SimpleNamespace()) is not None
+    stats.note_trace.assert_called_once()
+    assert _ask(queues[side], GOOD, stats, TraceNullContext()) is None
+    assert not headers_of(stats.note_trace.call_args.args[1])

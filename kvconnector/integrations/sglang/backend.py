@@ -120,6 +120,7 @@ class KVManager(RankTransfers, BaseKVManager):
             must_query=must_query,
             dp_rank=dp_rank,
             has_metrics=bool(getattr(server_args, "enable_metrics", False)),
+            has_spans=bool(getattr(server_args, "enable_trace", False)),
             api_key=get_serving().api_key or "",
         )
         self.dp_size = dp_size
@@ -216,7 +217,10 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     """
     problem = problem_of(req, is_prefill=not isinstance(queue, DecodePreallocQueue))
     if problem is None or req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
-        return original(queue, req)
+        is_refused = original(queue, req)
+        if not is_refused:
+            _note_trace(queue, req)
+        return is_refused
     problem = f"Request {req.rid}: {problem}"
     logger.error(problem)
     prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
@@ -235,6 +239,7 @@ def create_receiver(
     is_again = is_rebootstrap and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
     if is_again and req.bootstrap_room is not None:
         req.bootstrap_room = next_room(req.bootstrap_room)
+        _note_trace(queue, req)
     decode_req = original(queue, req, is_rebootstrap=is_rebootstrap)
     receiver = decode_req.kv_receiver
     receiver.dp_rank = req.disagg_prefill_dp_rank
@@ -247,6 +252,14 @@ def create_receiver(
     elif queue.kv_manager.leads:
         receiver.recompute = req.build_rebootstrap_payload()
     return decode_req
+
+
+def _note_trace(queue: Any, req: Any) -> None:
+    stats = queue.kv_manager.stats
+    if stats.spans is not None:
+        stats.note_trace(
+            req.bootstrap_room, getattr(req.time_stats.trace_ctx, "root_span_context", None)
+        )
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:

@@ -60,6 +60,7 @@ class RankTransfers:
             an engine that is started again should be found where it was.
         dp_rank: The engine's data-parallel rank in its server.
         has_metrics: True if the rank's transfers are counted in SGLang's metrics.
+        has_spans: True if they are exported as spans to where SGLang exports its own.
         api_key: What prefill servers' APIs ask for, which compute retracted prompts again; "" for nothing.
         must_query: True if a decode engine asks the prefill engine's registry for every request's rank.
 
@@ -80,6 +81,7 @@ class RankTransfers:
         must_query: bool = False,
         dp_rank: int = 0,
         has_metrics: bool = False,
+        has_spans: bool = False,
         api_key: str = "",
     ) -> None:
         self.config = config
@@ -118,7 +120,9 @@ class RankTransfers:
             self._started = started.pop_all()
         self.rooms: set[int] = set()
         """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
-        self._stats = RankStats(config.engine_id, rank, dp_rank, self, has_metrics=has_metrics)
+        self.stats = RankStats(
+            config.engine_id, rank, dp_rank, self, has_metrics=has_metrics, has_spans=has_spans
+        )
         self.turn = 0
         """How many times reports were taken: once for each of SGLang's passes over its queue."""
         self.numbers = count()
@@ -201,8 +205,9 @@ class RankTransfers:
             transfer = self._transferring.pop(request_id, None)
             if transfer is not None:
                 transfer.ended(failed.get(request_id))
+        self.stats.set_gauges()
         if not output.stats.is_empty and (
-            line := self._stats.observe(output.stats, time.monotonic())
+            line := self.stats.observe(output.stats, time.monotonic())
         ):
             logger.info("%s", line)
 

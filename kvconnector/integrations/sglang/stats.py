@@ -1,4 +1,4 @@
-"""What one SGLang rank reports of its transfers: metrics, and a line in the log for each minute with transfers.
+"""What one SGLang rank reports of its transfers: metrics, spans, and a line in the log for each minute with transfers.
 
 SGLang runs prometheus_client in its multiprocess mode, in which every metric of a process is written to a file that
 SGLang's `/metrics` reads. So a registry of our own is enough, and gauges have to be set.
@@ -10,9 +10,12 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from kvconnector.ids import Rank
     from kvconnector.integrations.prometheus import EngineMetrics, Requests
+    from kvconnector.integrations.tracing import RequestSpans
     from kvconnector.session import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -20,6 +23,11 @@ logger = logging.getLogger(__name__)
 REPORT_S = 60.0
 """Seconds between two lines in the log."""
 MIB = 1 << 20
+
+
+def request_name(room: int) -> str:
+    """Return how spans, logs and orders name the request of a room; orders add a number after a dot."""
+    return f"room-{room}"
 
 
 class RankStats:
@@ -31,12 +39,25 @@ class RankStats:
         dp_rank: The engine's data-parallel rank in its server.
         requests: What knows how many requests are loaded and held.
         has_metrics: True if SGLang runs with `--enable-metrics`.
+        has_spans: True if it runs with `--enable-trace`.
     """
 
     def __init__(
-        self, engine_id: str, rank: Rank, dp_rank: int, requests: Requests, *, has_metrics: bool
+        self,
+        engine_id: str,
+        rank: Rank,
+        dp_rank: int,
+        requests: Requests,
+        *,
+        has_metrics: bool,
+        has_spans: bool = False,
     ) -> None:
         self._metrics: EngineMetrics | None = None
+        self.spans: RequestSpans | None = None
+        if has_spans:
+            from kvconnector.integrations.tracing import RequestSpans
+
+            self.spans = RequestSpans(engine_id)
         self._seconds: list[float] = []
         self._nbytes = 0
         self._failures: Counter[str] = Counter()
@@ -66,6 +87,18 @@ class RankStats:
             is_multiprocess=True,
         )
 
+    def note_trace(self, room: int, context: object) -> None:
+        """Record the OpenTelemetry context of a request, whose transfers' spans will be in its trace."""
+        if self.spans is not None:
+            from kvconnector.integrations.tracing import headers_of
+
+            self.spans.on_new_request(request_name(room), headers_of(context))
+
+    def set_gauges(self) -> None:
+        """Write how many requests are loaded and held, if that has changed."""
+        if self._metrics is not None:
+            self._metrics.set_gauges()
+
     def observe(self, stats: WorkerStats, now_s: float) -> str:
         """Count what a worker reports.
 
@@ -78,6 +111,12 @@ class RankStats:
         """
         if self._metrics is not None:
             self._metrics.observe(stats)
+        if self.spans is not None:
+            named = (
+                msgspec.structs.replace(each, request_id=each.request_id.partition(".")[0])
+                for each in stats.traces
+            )
+            self.spans.export([*named])
         for load in stats.transfers:
             self._seconds.append(load.seconds)
             self._nbytes += load.nbytes

@@ -54,6 +54,7 @@ from kvconnector.errors import (
     UnknownRequestError,
 )
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
+from kvconnector.integrations.sglang.stats import request_name
 from kvconnector.layout import Watermark
 from kvconnector.session.orders import (
     DropRequest,
@@ -98,7 +99,7 @@ class RoomTransfer:
     ) -> None:
         self.kv_mgr = mgr
         self.room = bootstrap_room or 0
-        self.request_id = f"room-{self.room}.{next(mgr.numbers)}"
+        self.request_id = f"{request_name(self.room)}.{next(mgr.numbers)}"
         self.stage = Stage.WAITING
         self.error: KVConnectorError | None = None
         self._address = bootstrap_addr

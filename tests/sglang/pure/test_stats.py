@@ -5,11 +5,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.rank import seconds_of
 from kvconnector.integrations.sglang.stats import REPORT_S, RankStats
 from kvconnector.session import RequestTrace, WorkerStats
 from kvconnector.session.completion import Phase
+from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 
 MIB = 1 << 20
 SCRAPE = """
@@ -25,6 +28,8 @@ requests = SimpleNamespace(num_loading=2, held={"a": 1})
 stats = RankStats("sglang-decode-x-dp1", Rank(0, 1), 1, requests, has_metrics=True)
 trace = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), nbytes=512, path="direct", seconds=0.004)
 stats.observe(WorkerStats(traces=[trace], failures={"PeerLostError": 2}), 1.0)
+requests.num_loading = 3  # and nothing has ended
+stats.set_gauges()
 registry = CollectorRegistry()
 MultiProcessCollector(registry)
 sys.stdout.write(generate_latest(registry).decode())
@@ -65,7 +70,7 @@ def test_sglangs_metrics_have_ours_by_their_usual_names(tmp_path):
     values = {
         "kvconnector_transfer_bytes_total": "512.0",
         "kvconnector_transfer_seconds_count": "1.0",
-        "kvconnector_loads_in_flight": "2.0",
+        "kvconnector_loads_in_flight": "3.0",
         "kvconnector_requests_held": "1.0",
     }
     for name, value in values.items():
@@ -88,6 +93,26 @@ def test_one_line_a_minute_says_what_moved_and_what_failed():
     line = stats.observe(WorkerStats(traces=[_load(0.002)]), 12.0 + 2 * REPORT_S)
     assert "1 loads (1 direct), 1.0 MiB" in line
     assert "failed" not in line
+
+
+def test_spans_are_in_the_traces_of_their_requests(monkeypatch):
+    spans = record_spans(monkeypatch)
+    requests = SimpleNamespace(num_loading=0, held=())
+    stats = RankStats("e-dp1", Rank(0, 0), 1, requests, has_metrics=False, has_spans=True)
+    stats.note_trace(5, TraceContextTextMapPropagator().extract(HEADERS))
+    stats.note_trace(6, "no context")
+    phases = (Phase("want", 10.0, 11.0), Phase("read", 11.0, 12.0))
+    traces = [
+        RequestTrace(request_id=each, kind="load", outcome="done", phases=phases)
+        for each in ("room-5.17", "room-6.18")
+    ]
+    stats.observe(WorkerStats(traces=traces), 1.0)
+    load, alone = (span for span in spans() if span.name == "kvconnector.load")
+    assert load.attributes["kvconnector.request"] == "room-5"
+    assert load.attributes["kvconnector.engine"] == "e-dp1"
+    assert f"{load.context.trace_id:032x}" == TRACE_ID
+    assert f"{load.parent.span_id:016x}" == SPAN_ID
+    assert alone.parent is None
 
 
 def test_a_transfer_takes_from_its_first_read_to_the_last_confirmation():

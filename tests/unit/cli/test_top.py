@@ -154,6 +154,20 @@ def test_vllms_metrics_are_read_too():
     assert engine.in_flight is None
 
 
+def test_the_ranks_of_an_engine_add_up_but_count_the_same_requests():
+    page = b""
+    options = {"kind": "load", "outcome": "done", "phases": (), "path": "direct", "nbytes": 100}
+    for rank in range(2):
+        registry = CollectorRegistry()
+        labels = {"tp_rank": str(rank)}
+        metrics = EngineMetrics("d0", Gauges(), registry=registry, labels=labels)
+        metrics.observe(WorkerStats(traces=[RequestTrace(request_id="r", **options)]))
+        page += generate_latest(registry)
+    engine = read_snapshots(page.decode(), 0.0)["d0"]
+    assert (engine.nbytes, engine.loads) == (200, {"direct": 2})
+    assert (engine.in_flight, engine.held) == (3, 2)
+
+
 def test_each_refresh_is_a_line_of_json(capsys, monkeypatch):
     with serving(pages_of_an_engine()) as endpoint:
         lines = shown(capsys, monkeypatch, endpoint, "127.0.0.1:1", "--json").splitlines()
