@@ -346,10 +346,10 @@ def _address_bits(
 ) -> tuple[int, int, int, int, int]:
     """Return each column's union of set bits, 0 for an axis of one element. Its lowest bit is the common alignment."""
     bits = np.bitwise_or.reduce(rows, axis=0)
-    strides = (
+    block, head, token, dim = (
         int(column) if count > 1 else 0 for column, count in zip(bits[1:], counts, strict=True)
     )
-    return (int(bits[0]), *strides)  # type: ignore[return-value]
+    return int(bits[0]), block, head, token, dim
 
 
 def _upload_and_wait(rows: npt.NDArray[np.int64], device: str) -> torch.Tensor:

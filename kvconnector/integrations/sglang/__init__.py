@@ -66,7 +66,8 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     members = {member.name: member.value for member in TransferBackend} | {NAME.upper(): NAME}
-    extended = Enum("TransferBackend", members, module=UTILS)  # type: ignore[misc] # members at run time
+    make_enum: Callable[..., Any] = Enum  # type checkers want members that they can read
+    extended = make_enum("TransferBackend", members, module=UTILS)
     HookRegistry.register(f"{UTILS}.TransferBackend", extended, HookType.REPLACE)
     HookRegistry.register(f"{UTILS}.get_kv_class", _class_of, HookType.AROUND)
 

@@ -474,7 +474,7 @@ def agree(
 
 def _of_another_rank(room: int) -> RemoteError:
     error = RemoteError("the request failed in another rank of this engine", room=room)
-    error.is_from_another_rank = True  # type: ignore[attr-defined] # SGLang's name: it logs once
+    vars(error)["is_from_another_rank"] = True  # SGLang's name: it logs once
     return error
 
 

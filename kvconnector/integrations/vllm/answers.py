@@ -89,7 +89,7 @@ def _watch(client: Any) -> None:
                     failures.append(params[CAUSE])
                 yield output
 
-    noting.notes_failures = True  # type: ignore[attr-defined]
+    vars(noting)["notes_failures"] = True
     client.generate = noting
 
 

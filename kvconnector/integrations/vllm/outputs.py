@@ -70,7 +70,7 @@ def scheduler_obstacle(vllm_config: VllmConfig) -> str:
                 connector.add_to_outputs(self, outputs)
         return outputs
 
-    update_from_output.is_added_to = True  # type: ignore[attr-defined]
+    vars(update_from_output)["is_added_to"] = True
     Scheduler.update_from_output = update_from_output
     return ""
 
