@@ -2,9 +2,9 @@
 
 vLLM imports no Triton on a CPU, so there this is a process of its own:
 
-    TRITON_INTERPRET=1 python -m tests.vllm.kernel_pages NAME FILE
+    TRITON_INTERPRET=1 python -m tests.vllm.kernel_pages FILE
 
-writes a dictionary of `ROWS` rows stored in two pages of `FILE`: `pages`, and what the kernel was given.
+writes what `run` returns for each of `NAMES` into `FILE`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 import vllm
 
 ROWS, PAGE = 100, 64
+NAMES = ("indexer", "window", "block-sparse", "block-sparse-keys")
 
 
 def run(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Store random rows with the kernel of this name. Returns `keys`, and the `pages` that the kernel wrote."""
+    """Store `ROWS` random rows in two pages with the kernel of this name. Returns `pages` and what it was given."""
     if name == "block-sparse":
         return attend(device)
     if name == "block-sparse-keys":
@@ -152,4 +153,4 @@ def with_triton() -> None:
 
 if __name__ == "__main__":
     with_triton()
-    torch.save(run(sys.argv[1]), sys.argv[2])
+    torch.save({name: run(name) for name in NAMES}, sys.argv[1])

@@ -1,6 +1,5 @@
 """Caches of one vector per token: rows, or pages in planes, stored by vLLM's own kernels and read back by our parts."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from kvconnector.session.orders import LoadRequest
 from tests.vllm import kernel_pages
 from tests.vllm.cache_world import NAMES, attention, placed, raw, read, registered
 
-# each kernel runs in a process of its own, which imports vLLM: longer than a test may take where others run beside it
+# the kernels run in a process of their own, which imports vLLM: longer than a test may take where others run beside it
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 INDEXER = "DEEPSEEK_V32_INDEXER"
@@ -57,17 +56,12 @@ def move(source, target, tokens, blocks, size):
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory):
-    """Returns a function that stores rows with one of vLLM's kernels, in a process that has Triton's interpreter."""
-
-    @functools.cache
-    def store(name):
-        file = tmp_path_factory.mktemp("pages") / name
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "tests.vllm.kernel_pages", name, str(file)]
-        subprocess.run(command, env=environment, check=True, timeout=300)
-        return torch.load(file)
-
-    return store
+    """Rows that each of vLLM's kernels has stored, by one process that has Triton's interpreter."""
+    file = tmp_path_factory.mktemp("pages") / "stored"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.vllm.kernel_pages", str(file)]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    return torch.load(file)
 
 
 @pytest.mark.parametrize("number", range(1, 65))
@@ -89,7 +83,7 @@ def test_every_row_of_a_page_brings_its_own_scale(number):
 def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored, device):
     """Half a page is moved, and every key is what was stored."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("indexer", device) if on_gpu else stored("indexer")
+    found = kernel_pages.run("indexer", device) if on_gpu else stored["indexer"]
     source, theirs = registered(latent(132), backend=INDEXER)
     theirs[NAMES[0]].reshape(-1, ROWS * 132)[:2] = found["pages"]
     target, ours = registered(latent(132), backend=INDEXER)
@@ -107,7 +101,7 @@ def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored,
 def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(stored, device):
     """DeepSeek-V4's: 448 values in fp8 with a scale for each 64 of them, and 64 in bfloat16."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("window", device) if on_gpu else stored("window")
+    found = kernel_pages.run("window", device) if on_gpu else stored["window"]
     spec = latent(512, state_content_bytes=584, alignment=576)
     source, theirs = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
     target, ours = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
@@ -130,7 +124,7 @@ def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(store
 def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, device, backend):
     """MiniMax-M3's: its kernel gets from our K and V what a naive attention does."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("block-sparse", device) if on_gpu else stored("block-sparse")
+    found = kernel_pages.run("block-sparse", device) if on_gpu else stored["block-sparse"]
     pages, q = found["pages"], found["q"]
     _, heads, size, content = pages.shape
     spec = attention(block_size=size, num_kv_heads=heads, head_size=content // 2)
@@ -160,7 +154,7 @@ def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, devic
 def test_keys_without_scales_are_scored_where_they_are_moved(stored, device, dtype):
     """MiniMax-M3's: each query's score of a block is the largest product with the rows of ours that it sees."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored("block-sparse-keys")
+    found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored["block-sparse-keys"]
     spec = latent(128, dtype, block_size=128)
     group, caches = registered(spec, KVCacheLayout.BLHNC, "MINIMAX_M3_SPARSE_INDEXER")
     caches[NAMES[1]][:2, 0] = found["keys"].to(dtype)
