@@ -26,7 +26,9 @@ def _source(*patterns):
 
 
 CODE = _source("kvconnector/**/*.py", "kernels/**/*.py", "*.py")
-ALL_CODE = CODE + _source("scripts/*", "scripts/**/*.py", "tests/**/*.py", "examples/**/*.*")
+ALL_CODE = CODE + _source(
+    "scripts/*", "scripts/**/*.py", "tests/**/*.py", "examples/**/*.py", "examples/**/*.yaml"
+)
 
 
 def spans(page):
