@@ -72,7 +72,8 @@ def _ask(queue, fields, stats=UNTRACED, context=None):
     admitted = queue.__new__(queue)
     admitted.__dict__.update(vars(of_queue))
     request = _request(fields)
-    request.time_stats = SimpleNamespace(trace_ctx=context)
+    if context is not None:
+        request.time_stats = SimpleNamespace(trace_ctx=context)
     if queue._check_if_req_exceed_kv_capacity(admitted, request):
         streamer.stream_output.assert_called_once()
         return request.finished_reason.message
@@ -159,5 +160,7 @@ def test_the_trace_of_a_request_that_is_admitted_is_noted_by_its_room(queues, si
     stats.note_trace.assert_called_once_with(GOOD["room"], span)
     assert _ask(queues[side], GOOD | {"room": 0}, stats, SimpleNamespace()) is not None
     stats.note_trace.assert_called_once()
+    assert _ask(queues[side], GOOD, stats) is None
+    stats.note_trace.assert_called_with(GOOD["room"], None)
     assert _ask(queues[side], GOOD, stats, TraceNullContext()) is None
     assert not headers_of(stats.note_trace.call_args.args[1])

@@ -255,11 +255,11 @@ def create_receiver(
 
 
 def _note_trace(queue: Any, req: Any) -> None:
+    """Record the trace of a request, where SGLang has one: a release that keeps it elsewhere has spans without it."""
     stats = queue.kv_manager.stats
     if stats.spans is not None:
-        stats.note_trace(
-            req.bootstrap_room, getattr(req.time_stats.trace_ctx, "root_span_context", None)
-        )
+        trace = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
+        stats.note_trace(req.bootstrap_room, getattr(trace, "root_span_context", None))
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
