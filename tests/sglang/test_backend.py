@@ -249,6 +249,20 @@ def test_sglang_never_has_to_look_a_prefill_engine_up(backend):
             assert DecodePreallocQueue._resolve_prefill_dp_rank(queue, request) == 0
 
 
+def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
+    """SGLang's health check goes through the same queues, with senders and receivers of another backend."""
+    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver, FakeKVSender
+
+    receiver, sender = (each.__new__(each) for each in (FakeKVReceiver, FakeKVSender))
+    scheduler = SimpleNamespace(
+        sliding_window_size=WINDOW, forward_stream=None, enable_overlap=False
+    )
+    queue = SimpleNamespace(scheduler=scheduler)
+    backend.note_length(queue, SimpleNamespace(kv_receiver=receiver), range(3))
+    backend.note_end(None, SimpleNamespace(disagg_kv_sender=sender))
+    assert not hasattr(sender, "prompt_end")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["mha", "mla", "swa", "mamba"])
 def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(backend, kind, device):
@@ -278,7 +292,8 @@ def test_bytes_that_another_stream_wrote_are_read_after_its_event(backend, sides
     prefill, decode = sides
     if prefill.device == "cpu":
         pytest.skip("a CPU has no streams")
-    _, sender, receiver = _asked(backend, sides)
+    room, sender, receiver = _asked(backend, sides)
+    prefill.metadata.bootstrap_room[SENT_ROW, 0] = room
     values, event = prefill.values(), torch.cuda.Event()
     with torch.cuda.stream(torch.cuda.Stream()):
         _busy(prefill.device)
@@ -432,6 +447,7 @@ def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, que
             assert payload["bootstrap_room"] == req.bootstrap_room
             sender = backend.KVSender(prefill.manager, "", payload["bootstrap_room"])
             sender.init(len(prefill.pages), SENT_ROW)
+            prefill.metadata.bootstrap_room[SENT_ROW, 0] = payload["bootstrap_room"]
             values = _send_first(prefill, sender)
             receiver.num_tokens = TOKENS
             _load(decode, receiver)

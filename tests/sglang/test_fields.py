@@ -86,6 +86,7 @@ def _ask(queue, fields, stats=UNTRACED, context=None):
 @example(fields=GOOD | {"host": None})
 @example(fields=GOOD | {"room": 1 << 63})
 @example(fields=GOOD | {"host": "a\r\nb"})
+@example(fields=GOOD | {"host": "p@h"})
 def test_the_decode_queue_admits_only_requests_with_which_it_can_compute(queues, fields):
     from sglang.srt.disaggregation.decode import _bootstrap_addr
 
@@ -118,6 +119,8 @@ def test_well_formed_requests_are_admitted(queues, side):
         {"host": "[fe80::1]"},
         {"host": "p-0.p"},
         {"host": "x" * 63},
+        {"host": "prefill 0@10.0.0.1"},
+        {"host": "p@[fe80::1]"},
     ):
         assert _ask(queues[side], GOOD | change) is None
 
@@ -132,10 +135,39 @@ def test_well_formed_requests_are_admitted(queues, side):
         ("host", "x" * 64, "no address"),
         ("host", "p..p", "no address"),
         ("port", 0, "no address"),
+        ("host", "p@", "no address"),
+        ("host", "p\nq@10.0.0.1", "names an engine"),
+        ("host", "p" * 513 + "@10.0.0.1", "names an engine"),
     ],
 )
 def test_the_client_learns_which_field_is_wrong(queues, field, value, text):
     assert text in _ask(queues["decode"], GOOD | {field: value})
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "vllm@10.0.0.1"])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("return_logprob", "log probabilities"),
+        ("return_hidden_states", "hidden states"),
+        ("return_sampling_mask", "sampling mask"),
+        ("lora_id", "adapter"),
+        ("multimodal_inputs", "images"),
+        ("input_embeds", "embeddings"),
+    ],
+)
+def test_what_only_sglangs_prefill_engines_send_is_refused_of_others_by_name(host, name, text):
+    from kvconnector.integrations.sglang.fields import problem_of
+
+    request = _request(GOOD | {"host": host})
+    setattr(request, name, True)
+    problem = problem_of(request, is_prefill=False)
+    if "@" in host:
+        assert text in problem
+        assert "'vllm@10.0.0.1' is of another kind" in problem
+    else:
+        assert problem is None
+    assert problem_of(request, is_prefill=True) is None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -17,7 +17,7 @@ from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
-from kvconnector.integrations.vllm.identity import Identity, PromptEnd, check_identity
+from kvconnector.integrations.identity import Identity, PromptEnd, check_identity
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
 from kvconnector.session.orders import LoadRequest

@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import ConfigError
+from kvconnector.integrations.identity import PromptEnd
 from kvconnector.integrations.vllm import first_token, outputs
 from kvconnector.integrations.vllm.answers import failure_params
-from kvconnector.integrations.vllm.identity import PromptEnd
 from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.integrations.vllm.params import CONTEXT, FIRST_TOKEN, TOKENS_DIGEST
 from kvconnector.session.orders import HoldRequest

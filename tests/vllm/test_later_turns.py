@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvconnector.integrations.identity import context_differences
 from kvconnector.integrations.vllm import scheduler
-from kvconnector.integrations.vllm.identity import context_differences
 from kvconnector.integrations.vllm.params import PREFIXES, media_namespace
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention

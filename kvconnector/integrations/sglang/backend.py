@@ -41,6 +41,7 @@ from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang import check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
+from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
     connector_config,
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
+METADATA = "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"
 REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
@@ -204,6 +206,7 @@ CLASSES = {
 def hook_queues() -> None:
     """Put our hooks into SGLang's queues, once in a process."""
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+    HookRegistry.register(METADATA, note_end, HookType.BEFORE)
     HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)
     HookRegistry.register(REDUCTION, agree, HookType.AROUND)
     for method in ADMISSIONS:
@@ -245,7 +248,15 @@ def create_receiver(
     receiver.dp_rank = req.disagg_prefill_dp_rank
     if not is_again:
         return decode_req
-    if req.multimodal_inputs is not None:
+    if receiver.is_of_named_engine:
+        receiver.fail(
+            LocalError(
+                "a retracted prompt is computed again by an SGLang server only, and this request's prefill engine is of"
+                " another kind",
+                rid=req.rid,
+            )
+        )
+    elif req.multimodal_inputs is not None:
         receiver.fail(
             LocalError("SGLang has prompts with images computed again without them", rid=req.rid)
         )
@@ -263,15 +274,26 @@ def _note_trace(queue: Any, req: Any) -> None:
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
-    """Record a prompt's length, window and stream on its receiver: a hook before `_send_kv_metadata`.
+    """Record a prompt's length, tokens, window and stream on its receiver: a hook before `_send_kv_metadata`.
 
     `kv_indices` has one entry for each token after the cached prefix, which has `decode_prefix_len` tokens.
     """
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
+    if isinstance(receiver, LoadedPrompt) and receiver.is_of_named_engine:
+        receiver.prompt = decode_req.req.origin_input_ids
+        receiver.context = context_of(decode_req.req)
     receiver.window_tokens = scheduler.sliding_window_size
     # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
+
+
+def note_end(buffers: Any, req: Any) -> None:
+    """Record the end of a prompt on its sender, for decode engines of another kind: a hook before `set_buf`, which
+    fills the row of metadata for those of SGLang.
+    """
+    if isinstance(req.disagg_kv_sender, SentPrompt):
+        req.disagg_kv_sender.prompt_end = prompt_end_of(req)
 
 
 def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:

@@ -48,6 +48,8 @@ ROW_LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {
 """Bytes of the planes of a DeepSeek-V4 row, and of what its pages are padded to, by SGLang's name of the layout."""
 C4_STATE_BYTES, C4_INDEX_STATE_BYTES = 8192, 2048
 """float32 keys and scores of a token's main state, 2 x 2 x 512, and of its indexer's, 2 x 2 x 128."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element of attention's caches, by SGLang's name of their type."""
 MAX_STAGES = 8
 """The most pipeline stages of a decode engine. The metadata group has this many layers: at least one for each stage."""
 
@@ -91,6 +93,11 @@ class Shape:
     conv_heads: Sequence[Heads] = ()
     accumulates_c128: bool = False
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts of an attention layer's cache, as engines of every kind state them."""
+        return ("latent",) if self.has_latent else ("k", "v")
+
     def cut(self, total: int) -> Heads:
         """Return this rank's share of `total` heads, as SGLang splits them. Raises GeometryError: uneven shares."""
         if total % self.tp_size and self.tp_size % total:
@@ -117,7 +124,8 @@ def registered_groups(
 ) -> tuple[list[CacheGroup], tuple[Group, ...]]:
     """Return one rank's cache groups, and how a request's blocks in each follow from SGLang's ids.
 
-    Those of a draft model come last: an engine without it can exchange all others with one that has it.
+    The rows of metadata come after the caches, and the groups of a draft model last: an engine of another kind, or
+    without a draft model, lacks these and can exchange all others.
 
     Args:
         args: SGLang's `KVArgs`, filled.
@@ -336,12 +344,16 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
 
 
 def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
-    """Return the group of a pool of pages `[token, head, dim]`."""
-    pages = [(each.layer, [(_page_view(each, page_size, heads), heads)]) for each in buffers]
-    return _group(pages, page_size, shape)
+    """Return the group of a pool of pages `[token, head, dim]`, with the names and the elements that engines of other
+    kinds state, too.
+    """
+    item = ITEM_BYTES.get(shape.dtype.partition("/")[0], 0)
+    pages = [(each.layer, [(_page_view(each, page_size, heads, item), heads)]) for each in buffers]
+    return _group(pages, page_size, shape, names=shape.part_names)
 
 
-def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
+def _page_view(buffer: Listed, page_size: int, heads: Heads, element_bytes: int = 0) -> KVView:
+    """Return the view of a pool's pages, in elements of `element_bytes`, or of any size if that is 0."""
     layer, address, nbytes, item = buffer
     num_heads = len(heads.held)
     row, rest = divmod(item, page_size * num_heads)
@@ -354,6 +366,8 @@ def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
             heads=num_heads,
         )
     dim, size = _elements(row)
+    if element_bytes and row % element_bytes == 0:
+        dim, size = row // element_bytes, element_bytes
     counts = (nbytes // item, num_heads, page_size, dim)
     return KVView(address, counts, (item, row, num_heads * row, size), size)
 
@@ -451,25 +465,30 @@ def _group(
     found: Sequence[tuple[int, Views]],
     block_size: int,
     shape: Shape,
+    *,
     like: Views = (),
     row_tokens: int = 1,
+    names: Sequence[str] = (),
 ) -> CacheGroup:
     """Return the group of these parts, each with its layer. `like`: the parts of a layer, should there be none here.
-    `block_size` is in rows of `row_tokens` tokens.
+    `block_size` is in rows of `row_tokens` tokens. `names`: the parts', if engines of other kinds have such parts.
     """
     layers: dict[int, list[tuple[KVView, Heads]]] = {}
     for layer, views in sorted(found, key=itemgetter(0)):
         layers.setdefault(layer, []).extend(views)
+    own = next(iter(layers.values()), like)
+    if len(names) != len(own):
+        names = [f"part{number}" for number in range(len(own))]
     parts = tuple(
         PartGeometry(
-            name=f"part{number}",
+            name=name,
             total_heads=heads.total,
             head_start=heads.held.start,
             head_stop=heads.held.stop,
             head_dim=view.head_dim,
             item_size_bytes=view.item_size_bytes,
         )
-        for number, (view, heads) in enumerate(next(iter(layers.values()), like))
+        for name, (view, heads) in zip(names, own, strict=True)
     )
     geometry = GroupGeometry(
         block_size=block_size, layers=tuple(layers), parts=parts, row_tokens=row_tokens

@@ -4,6 +4,7 @@ them: a missing host or a room that no tensor holds would end the scheduler, and
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvconnector.control.address import HostPort, parse_address
@@ -11,13 +12,36 @@ from kvconnector.errors import ConfigError
 
 MAX_ROOM = (1 << 63) - 1
 """SGLang keeps rooms in tensors of 64 bit integers, in which 0 means that no metadata have arrived."""
+ENGINE_ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,512}")
+"""Names of engines, as messages carry them (`ids.Id`)."""
+UNKNOWN_ELSEWHERE = {
+    "return_logprob": "log probabilities of the first token",
+    "return_hidden_states": "the prompt's hidden states",
+    "return_sampling_mask": "the first token's sampling mask",
+    "return_routed_experts": "the prompt's routed experts",
+    "lora_id": "an adapter, which is not compared with the other engine's",
+    "multimodal_inputs": "images or other media, which are not compared",
+    "input_embeds": "embeddings, which are not compared",
+}
+"""Fields of a request for which the first token is not enough, and what they ask for."""
 MAX_SHOWN = 80
 """Characters of a client's value that an error shows."""
 
 
+def named_engine(text: str) -> str:
+    """Return the engine that `ENGINE@host:port` names, "" without one.
+
+    An engine of another kind has no registry of SGLang's. For such a one a router sends `ENGINE@HOST` as
+    `bootstrap_host`, and the port of its directory service as `bootstrap_port`.
+    """
+    return text.rpartition("@")[0]
+
+
 def bootstrap_address(text: str) -> HostPort:
-    """Split `host:port`, as SGLang joins both. Raises ConfigError: it is not that."""
-    host, _, port = text.rpartition(":")
+    """Split `host:port`, as SGLang joins both; an engine that is named before it is left out. Raises ConfigError: it is
+    not that.
+    """
+    host, _, port = text.rpartition("@")[2].rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     return parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
@@ -49,7 +73,26 @@ def problem_of(request: Any, *, is_prefill: bool) -> str | None:
         return f"bootstrap_host and bootstrap_port name no address: {_shown(host)}, {_shown(port)}"
     if rank is not None and (type(rank) is not int or not 0 <= rank <= MAX_ROOM):
         return f"disagg_prefill_dp_rank must be a rank from 0 on, not {_shown(rank)}"
-    return None
+    engine = named_engine(host)
+    if engine and not ENGINE_ID.fullmatch(engine):
+        return f"bootstrap_host names an engine that cannot be: {_shown(host)}"
+    return _unknown_elsewhere(request) if engine else None
+
+
+def _unknown_elsewhere(request: Any) -> str | None:
+    """Return why a request cannot be served with a prefill engine of another kind, which sends only the first token."""
+    # a release lacks what it does not know
+    needs = [
+        what
+        for name, what in UNKNOWN_ELSEWHERE.items()
+        if getattr(request, name, None) not in (None, False)
+    ]
+    if not needs:
+        return None
+    engine = _shown(request.bootstrap_host)
+    return (
+        f"the prefill engine {engine} is of another kind, and the request needs {', '.join(needs)}"
+    )
 
 
 def _shown(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,16 +77,23 @@ class MetadataRows:
         joined = torch.cat(parts)
         self._mirror[row, : len(joined)].copy_(joined)
 
-    def forget_seeds(self, row: int) -> None:
-        """Clear the seeds in the mirror's row, before a load that may bring none: they may be an earlier request's."""
-        if self.seed_bytes:
-            self._mirror[row, self.own_bytes :].zero_()
+    def clear(self, row: int) -> None:
+        """Clear the mirror's row before a load, which may bring no seeds, or nothing of it: it may be an earlier
+        request's.
+        """
+        self._mirror[row].zero_()
 
-    def spread(self, row: int) -> None:
-        """Copy a received row from the mirror to SGLang's tensors. On a GPU this waits for the current stream."""
+    def spread(self, row: int) -> bool:
+        """Copy a received row from the mirror to SGLang's tensors. On a GPU this waits for the current stream.
+
+        Returns:
+            False if nothing has come since `clear`: the row has no room. Then nothing is copied.
+        """
         own_bytes, _, num_own = self._paddings
         found = self._mirror[row].cpu()
         own = found[:own_bytes].split(self._widths[:num_own])
+        if not own[-1].any():
+            return False
         seed_widths = self._widths[num_own:]
         seeds = (
             found[self.own_bytes : self.own_bytes + sum(seed_widths)].split(seed_widths)
@@ -94,6 +102,16 @@ class MetadataRows:
         )
         for tensor, part in zip(self._tensors, (*own, *seeds), strict=True):
             tensor[row] = part
+        return True
+
+    def put_first_token(self, row: int, token: int, room: int) -> None:
+        """Fill SGLang's row of a request with the prompt's first token alone: no log probabilities, no seeds."""
+        for tensor in self._tensors:
+            tensor[row] = 0
+        *_, rooms = self._tensors[: self._paddings[2]]
+        for tensor, number in ((self._tensors[0], token), (rooms, room)):
+            written = number.to_bytes(min(8, tensor.shape[1]), sys.byteorder)
+            tensor[row, : len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
 
 
 def _seed_columns(widths: Sequence[int]) -> list[int]:

@@ -105,7 +105,9 @@ class RankTransfers:
         )
         with ExitStack() as started:
             started.callback(self.worker.close)
-            self.worker.register(groups, num_optional=sum(kind.is_draft for kind in kinds))
+            # engines of other kinds have no rows of metadata
+            num_optional = sum(kind.is_draft or kind.kind == "row" for kind in kinds)
+            self.worker.register(groups, num_optional=num_optional)
             own = msgspec.json.encode(self.worker.handshake())
             workers = [msgspec.json.decode(each, type=WorkerMetadata) for each in gather(own)]
             geometry = joined_geometry(config, workers)
@@ -204,6 +206,7 @@ class RankTransfers:
         for request_id in output.finished_sending | output.finished_recving:
             transfer = self._transferring.pop(request_id, None)
             if transfer is not None:
+                transfer.prompt_end = output.extras.get(request_id, b"")
                 transfer.ended(failed.get(request_id))
         self.stats.set_gauges()
         if not output.stats.is_empty and (

@@ -14,7 +14,7 @@ from kvconnector.control.lookup import host_address
 from kvconnector.control.security import read_key_file
 from kvconnector.errors import AuthenticationError, ConfigError, ProducerNotAllowedError
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.integrations.sglang.fields import bootstrap_address
+from kvconnector.integrations.sglang.fields import bootstrap_address, named_engine
 from kvconnector.integrations.sglang.registry import Found
 from kvconnector.runtime.channels import security_of
 
@@ -164,6 +164,23 @@ class PrefillEngines:
             AuthenticationError: the file has several other keys, and none with this address.
         """
         address = bootstrap_address(bootstrap_addr)
+        name = prefill_engine_id(address.port, found.dp_rank, found.dp_size)
+        return EngineAddress(EngineId(name), found.directory, self._key_of(bootstrap_addr))
+
+    def named_by(self, bootstrap_addr: str) -> EngineAddress:
+        """Return the address of an engine that a router names itself, as `ENGINE@host:port` of its directory service.
+
+        Raises:
+            ConfigError: this is no host and port.
+            ProducerNotAllowedError: as `registry_of`.
+            AuthenticationError: as `address_of`.
+        """
+        where = self.registry_of(bootstrap_addr)
+        name = named_engine(bootstrap_addr)
+        key = self._key_of(bootstrap_addr.removeprefix(f"{name}@"))
+        return EngineAddress(EngineId(name), str(where), key)
+
+    def _key_of(self, bootstrap_addr: str) -> str:
         key = self._listed.get(bootstrap_addr)
         if key is None:
             if len(self._others) > 1:
@@ -174,8 +191,7 @@ class PrefillEngines:
                     keys=len(self._others),
                 )
             (key,) = self._others
-        name = prefill_engine_id(address.port, found.dp_rank, found.dp_size)
-        return EngineAddress(EngineId(name), found.directory, key)
+        return key
 
 
 def _address(host: str) -> str:

@@ -21,7 +21,9 @@ must come first, and the prefill engine needs nothing of the decode engine to go
 allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
 
 Each data-parallel rank of a server is an engine of its own. A router names the server only, so before the worker can
-greet an engine a `Finder` asks the server's registry which rank has the request (`registry.py`).
+greet an engine a `Finder` asks the server's registry which rank has the request (`registry.py`). An engine of another
+kind has no registry, so there the router names the engine and its directory service. Nor has it rows of metadata: the
+first token comes with the end of the prompt, and all else that a row has is not known.
 
 If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. A
 decode engine first asks each rank for its `failure_exception`, which ends the load, and then keeps the blocks until
@@ -53,6 +55,8 @@ from kvconnector.errors import (
     TransferAbortedError,
     UnknownRequestError,
 )
+from kvconnector.integrations.identity import Identity, PromptEnd, check_identity, digest_of
+from kvconnector.integrations.sglang.fields import named_engine
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
 from kvconnector.layout import Watermark
@@ -68,6 +72,8 @@ from kvconnector.session.orders import (
 if TYPE_CHECKING:
     from kvconnector.integrations.sglang.rank import RankTransfers
 
+MAX_TOKEN = (1 << 31) - 1
+"""SGLang keeps tokens in tensors of 32 bits."""
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""
 
@@ -104,6 +110,8 @@ class RoomTransfer:
         self.error: KVConnectorError | None = None
         self._address = bootstrap_addr
         self._names = self.request_id, *transfer_names(self.room)
+        self.prompt_end = b""
+        """What the prefill engine says of the prompt at its end, to decode engines of another kind."""
         self.held_s = 0.0
         """Seconds that a prompt's transfer took, once it has ended."""
         self._row = 0
@@ -253,7 +261,9 @@ class SentPrompt(RoomTransfer):
                 return
             self.kv_mgr.rows.fill(self._row)
             blocks = layout.blocks(self._pages, state_indices, self._row, self.num_tokens)
-            self._transfer(HoldRequest(*self._names, blocks, self.num_tokens))
+            self._transfer(
+                HoldRequest(*self._names, blocks, self.num_tokens, extra=self.prompt_end)
+            )
 
     def _grow(self) -> None:
         blocks = self.kv_mgr.layout.growing(self._pages)
@@ -313,6 +323,12 @@ class LoadedPrompt(RoomTransfer):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.stage = Stage.BOOTSTRAPPING
+        self.is_of_named_engine = bool(named_engine(bootstrap_addr))
+        """True if the router named the engine itself, which is of another kind."""
+        self.prompt: Sequence[int] = ()
+        self.context: Mapping[str, str] = {}
+        """The prompt's tokens, and what else its cache depends on: compared with what such an engine computed."""
+        self._is_sought = False
         self._registry: HostPort | None = None
         self._find_until_s = 0.0
 
@@ -322,9 +338,14 @@ class LoadedPrompt(RoomTransfer):
         Args:
             prefill_dp_rank: SGLang's guess, which is not used: `dp_rank` is the router's word.
         """
-        if self.stage is not Stage.BOOTSTRAPPING or self._registry is not None:
+        if self.stage is not Stage.BOOTSTRAPPING or self._is_sought:
             return
+        self._is_sought = True
         with self.failing():
+            if self.is_of_named_engine:
+                engine = self.kv_mgr.prefill_engines.named_by(self._address)
+                self.kv_mgr.follow(WantRequest(*self._names, engine, is_followed=True), self)
+                return
             self._registry = self.kv_mgr.prefill_engines.registry_of(self._address)
             self._find_until_s = time.monotonic() + self.kv_mgr.config.lease.early_follow_s
             self.kv_mgr.finder.want(self._registry, self.room, self.dp_rank)
@@ -408,7 +429,7 @@ class LoadedPrompt(RoomTransfer):
             return
         self._row = aux_index or 0
         with self.failing(), self.kv_mgr.after(self.stream):
-            self.kv_mgr.rows.forget_seeds(self._row)
+            self.kv_mgr.rows.clear(self._row)
             ranges, blocks = self.kv_mgr.layout.to_load(
                 kv_indices,
                 state_indices or (),
@@ -424,6 +445,11 @@ class LoadedPrompt(RoomTransfer):
             )
 
     def ended(self, reason: str | None) -> None:
+        if reason is None and self.error is None:
+            try:
+                self._take_metadata()
+            except KVConnectorError as error:
+                self.error = error
         super().ended(reason)
         if self._registry is not None:
             self.kv_mgr.finder.forget(self._registry, self.room)
@@ -431,9 +457,28 @@ class LoadedPrompt(RoomTransfer):
                 self.kv_mgr.finder.ask_again(self._registry)
         if self.recompute is not None:
             self.kv_mgr.recomputer.forget(self.request_id, is_done=self.stage is Stage.DONE)
-        if self.stage is Stage.DONE:
-            with self.kv_mgr.after():
-                self.kv_mgr.rows.spread(self._row)
+
+    def _take_metadata(self) -> None:
+        """Give SGLang the request's row of metadata, or, of an engine that has none, the first token.
+
+        Raises:
+            OtherPromptError: such an engine has computed another prompt.
+            RemoteError: it has sent no first token, and SGLang's decode engines do not compute one.
+        """
+        with self.kv_mgr.after():
+            if self.kv_mgr.rows.spread(self._row):
+                return
+            own = Identity(len(self.prompt), digest_of(self.prompt), dict(self.context))
+            check_identity(self.prompt_end, (own,))
+            token = PromptEnd.decode(self.prompt_end).token
+            if token is None or not 0 <= token <= MAX_TOKEN:
+                raise RemoteError(
+                    "the prefill engine sent neither metadata nor a first token: an engine of another kind sends none"
+                    " for requests with log probabilities, a grammar, penalties or a seed, nor with first_token=never",
+                    room=self.room,
+                    engine=self._address,
+                )
+            self.kv_mgr.rows.put_first_token(self._row, token, self.room)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""

@@ -123,6 +123,7 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
+    Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),
     Name(f"{UTILS}:prepare_abort", ("req", "error_message", "status_code")),
     Name(f"{CONTEXT}:get_parallel"),
     Name(f"{CONTEXT}:get_disagg"),
@@ -150,6 +151,15 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Name(f"{DECODE}:DecodePreallocQueue._create_receiver_and_enqueue", ("req", "is_rebootstrap")),
     Name(f"{COMMON}:CommonKVBootstrapServer", ("host", "port")),
+    # for which requests an engine of another kind sends too little
+    Mentioned(
+        "srt/managers/schedule_batch.py",
+        (
+            *("return_logprob", "return_hidden_states", "return_routed_experts", "lora_id"),
+            *("multimodal_inputs", "input_embeds", "origin_input_ids", "output_ids"),
+            *("cache_salt", "sampling_params", "disagg_kv_sender"),
+        ),
+    ),
     Mentioned(
         COMMON,
         (

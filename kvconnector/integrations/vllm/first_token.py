@@ -20,9 +20,7 @@ are left alone.
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.metadata
-import json
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -34,7 +32,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import ConfigError, RemoteProtocolError
-from kvconnector.integrations.vllm.identity import PromptEnd
+from kvconnector.integrations.identity import PromptEnd, drawing_digest
 from kvconnector.integrations.vllm.params import FIRST_TOKEN, RequestParams
 from kvconnector.integrations.vllm.settings import FirstTokenPolicy
 
@@ -109,8 +107,7 @@ def sampling_digest(request: Request) -> str:
     params = request.sampling_params
     stops = sorted(params.all_stop_token_ids) if params.min_tokens else None
     lora = request.lora_request.lora_name if request.lora_request else None
-    drawn = [*(getattr(params, name) for name in _COMPARED), stops, lora]
-    return hashlib.blake2b(json.dumps(drawn, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return drawing_digest([*(getattr(params, name) for name in _COMPARED), stops, lora])
 
 
 class FirstTokens:

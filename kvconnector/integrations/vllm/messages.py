@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnector.errors import LocalError
-from kvconnector.integrations.vllm.identity import Identity
+from kvconnector.integrations.identity import Identity
 from kvconnector.planning import Keeps
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 from kvconnector.session import RequestTrace

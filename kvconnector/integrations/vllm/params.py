@@ -28,7 +28,13 @@ import vllm
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
-from kvconnector.integrations.vllm.identity import Identity, context_differences
+from kvconnector.integrations.identity import (
+    DIGEST_BYTES,
+    Identity,
+    content_digest,
+    context_differences,
+    digest_of,
+)
 from kvconnector.planning import MAX_TOKENS
 from kvconnector.runtime import TransferParams
 
@@ -40,7 +46,6 @@ TOKENS_DIGEST = "remote_tokens_digest"
 """Our key for the digest. A router may leave it out: then tokens are not compared."""
 FIRST_TOKEN = "remote_first_token"
 """Our key for the prompt's first token: `[token, digest of its sampling parameters]`."""
-_DIGEST_BYTES = 16
 CONTEXT = "remote_prompt_context"
 """Our key for the context, a text for each part that a prompt has. If it is left out, nothing of it is compared."""
 PREFIXES = "remote_prefix_digests"
@@ -82,7 +87,7 @@ class _Keys(msgspec.Struct, frozen=True):
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
-    remote_tokens_digest: Annotated[str, Meta(max_length=2 * _DIGEST_BYTES)] | None = None
+    remote_tokens_digest: Annotated[str, Meta(max_length=2 * DIGEST_BYTES)] | None = None
     remote_first_token: Any = None
     remote_prompt_context: Annotated[dict[str, ShortText], Meta(max_length=8)] | None = None
     remote_prefix_digests: Annotated[
@@ -131,11 +136,6 @@ def decoded(params: object, *, is_bidirectional: bool) -> RequestParams:
     )
 
 
-def digest_of(tokens: Sequence[int]) -> str:
-    """Return the digest of token ids in their order."""
-    return hashlib.blake2b(array("q", tokens), digest_size=_DIGEST_BYTES).hexdigest()
-
-
 def identities(
     request: Request, backoff_tokens: int, contexts: PromptContexts
 ) -> tuple[Identity, ...]:
@@ -152,7 +152,7 @@ def identities(
 
 def _running_digests(tokens: Sequence[int], counts: Iterable[int]) -> list[tuple[int, str]]:
     """Return (count, `digest_of` the first `count` tokens), for ascending counts."""
-    found, hashed, done = [], hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    found, hashed, done = [], hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     for count in counts:
         hashed.update(array("q", tokens[done:count]))
         done = count
@@ -166,7 +166,7 @@ def prefix_digests(
     """Return (count, digest) of prefixes of a sequence, the longest first. A digest covers the first `count` tokens and
     their context, which `context_of` returns.
     """
-    found, hashed, done = [], hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    found, hashed, done = [], hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     for count in sorted(set(counts)):
         if 0 < count <= len(tokens):
             hashed.update(array("q", tokens[done:count]))
@@ -194,7 +194,7 @@ class PromptContexts:
             name = request.lora_request.lora_name[:512]
             context["adapter"] = name.encode(errors="replace").decode()
         if request.cache_salt:
-            context["salt"] = _hexdigest(request.cache_salt.encode("utf-8", "surrogatepass"))
+            context["salt"] = content_digest(request.cache_salt.encode("utf-8", "surrogatepass"))
         media = [
             (each.identifier, each.mm_position.offset, each.mm_position.length)
             for each in request.mm_features
@@ -202,23 +202,19 @@ class PromptContexts:
         ]
         if media:
             context["media"] = (
-                f"{self._namespace}:{_hexdigest(repr(media).encode(errors='replace'))}"
+                f"{self._namespace}:{content_digest(repr(media).encode(errors='replace'))}"
             )
         if request.prompt_embeds is not None:
             rows = request.prompt_embeds[:num_tokens].contiguous().cpu()
-            context["embeds"] = _hexdigest(rows.view(torch.uint8).numpy().tobytes())
+            context["embeds"] = content_digest(rows.view(torch.uint8).numpy().tobytes())
         return context
 
     def short(self, request: Request, num_tokens: int) -> dict[str, str]:
         """Return `of` with a digest of the adapter's name, so that it fits into the end of a prompt's report."""
         context = self.of(request, num_tokens)
         if "adapter" in context:
-            context["adapter"] = _hexdigest(context["adapter"].encode())
+            context["adapter"] = content_digest(context["adapter"].encode())
         return context
-
-
-def _hexdigest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def media_namespace(vllm_config: VllmConfig) -> str:
@@ -232,7 +228,7 @@ def media_namespace(vllm_config: VllmConfig) -> str:
     caches = vllm_config.cache_config.enable_prefix_caching or media.mm_processor_cache_gb > 0
     release = ".".join(vllm.__version__.split(".")[:2])
     named = [release, model.model, media.mm_hasher_algorithm, media.mm_processor_kwargs]
-    return _hexdigest(repr(named).encode(errors="replace")) if caches else ""
+    return content_digest(repr(named).encode(errors="replace")) if caches else ""
 
 
 def usable_tokens(

@@ -16,11 +16,11 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import KVConnectorError, LocalError
+from kvconnector.integrations.identity import Identity, PromptEnd, digest_of
 from kvconnector.integrations.vllm.answers import failure_params
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.first_token import FirstTokens
-from kvconnector.integrations.vllm.identity import Identity, PromptEnd
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     GroupInfo,
@@ -39,7 +39,6 @@ from kvconnector.integrations.vllm.params import (
     PromptContexts,
     RequestParams,
     decoded,
-    digest_of,
     identities,
     media_namespace,
     prefix_digests,

@@ -18,10 +18,10 @@ from kvconnector.errors import (
     MemoryInUseError,
     RemoteError,
 )
+from kvconnector.integrations.identity import Identity, check_identity
 from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number, register_groups
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
-from kvconnector.integrations.vllm.identity import Identity, check_identity
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     Handshake,

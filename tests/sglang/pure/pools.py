@@ -45,6 +45,8 @@ class Model:
 class Pools:
     """One rank's tensors and its `KVArgs`."""
 
+    head_dim = HEAD_DIM
+
     def __init__(
         self,
         model,
@@ -97,7 +99,7 @@ class Pools:
         self.args = self._listed()
 
     def _pages(self, layers, parts, rows):
-        shape = (rows, len(self.heads), HEAD_DIM)
+        shape = (rows, len(self.heads), self.head_dim)
         return [{layer: torch.zeros(shape, dtype=DTYPE) for layer in layers} for _ in range(parts)]
 
     def _listed(self):
@@ -148,9 +150,9 @@ class Pools:
 
     def expected_pages(self, part, layer, tokens):
         """Return the values of these tokens on this rank, `[token, head, dim]`."""
-        heads = torch.tensor([*self.heads]).view(-1, 1) * HEAD_DIM
+        heads = torch.tensor([*self.heads]).view(-1, 1) * self.head_dim
         tokens = torch.tensor([*tokens], dtype=torch.int64).view(-1, 1, 1)
-        return self.model.code(part, layer, tokens, heads + torch.arange(HEAD_DIM))
+        return self.model.code(part, layer, tokens, heads + torch.arange(self.head_dim))
 
     def expected_conv(self, layer):
         """Return this rank's channels, group after group."""

@@ -53,7 +53,7 @@ class SparsePools:
         self.args.mla_compression_ratios = model.ratios
         self.args.state_types, states = [], []
         kv = self._dsa(states) if model.ratios is None else self._compressed(states)
-        self.aux = [torch.zeros(NUM_ROWS, ROW_BYTES, dtype=torch.uint8)]
+        self.aux = [torch.ones(NUM_ROWS, ROW_BYTES, dtype=torch.uint8)]
         for kind, columns in (("kv", kv), ("aux", self._listed((each, 1) for each in self.aux))):
             for name, values in zip(("data_ptrs", "data_lens", "item_lens"), columns, strict=True):
                 setattr(self.args, f"{kind}_{name}", values)

@@ -1,7 +1,12 @@
-"""What the cache of a prompt depends on, and what a prefill engine says of it at the end of a streamed prompt. Pure."""
+"""What the cache of a prompt depends on, and what a prefill engine says of it at the end of a streamed prompt. Pure,
+and for engines of every kind.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,6 +19,32 @@ _WORDS = {
     "media": "images or other media",
     "embeds": "embeddings",
 }
+
+DIGEST_BYTES = 16
+
+
+def digest_of(tokens: Sequence[int]) -> str:
+    """Return the digest of token ids in their order."""
+    return hashlib.blake2b(array("q", tokens), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def content_digest(content: bytes) -> str:
+    """Return the digest of a part of a prompt's context, such as a cache salt."""
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def drawing_digest(drawn: Sequence[object]) -> str:
+    """Return a digest that is equal for two requests if their first tokens are drawn from the same distribution.
+
+    Args:
+        drawn: Temperature, top_p, top_k (0: the whole vocabulary), min_p, repetition penalty, bias by token, permitted
+            tokens, stop tokens that may not come first, and the adapter. Of greedy sampling, see `GREEDY`.
+    """
+    return hashlib.blake2b(json.dumps(drawn, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+GREEDY = drawing_digest([0.0, 1.0, 0, 0.0, 1.0, None, None, None, None])
+"""The digest of greedy sampling without anything else."""
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
