@@ -22,6 +22,7 @@ SAME = {
     "ITEM_SIZES_BYTES": "those of named types, and those that the kernels copy",
     "NAME": "the library's, for its build and its users",
     "PAD_SLOT_ID": "the cache's, and the kernels' own of the same value",
+    "ROUNDINGS": "those that geometries name, and the kernels' own of the same values",
     "READ": "the library's function for each device",
     "apply_writes": "a kernel and its oracle",
     "check_block_ids": "the pool's check, and the kernels' own of their arguments",

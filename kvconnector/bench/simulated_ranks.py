@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from kvconnector.agenda import NEVER
 from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import KVConnectorError, PeerLostError
@@ -16,7 +17,6 @@ from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import NEVER
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker

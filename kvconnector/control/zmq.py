@@ -13,6 +13,7 @@ It never retries, never reconnects and never interprets a payload.
   loses the connection, so that no peer can make this side allocate more.
 - *Threads.* One thread at a time calls everything on a channel, except `wake`, which any thread may call.
 - *Waits.* Only `poll` waits, at most its `timeout_s`; `close` waits at most `linger_s`.
+- *Work.* A `poll` costs as much as has happened, no matter how many connections there are.
 
 There is one ROUTER for all incoming connections, and one DEALER for each outgoing one. ZMQ must not reconnect by
 itself, because a new engine may have taken the old one's place. For the same reason no side sets an identity.
@@ -25,11 +26,13 @@ sent a message has no handle, so its loss is not reported. Each channel has a ZM
 from __future__ import annotations
 
 import itertools
-import math
 import time
+from collections import deque
+from functools import partial
 
 import zmq
 
+from kvconnector.agenda import Agenda
 from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort, parse_address, parse_bind
 from kvconnector.control.base import ControlEvent, ControlLimits, MessageTooLargeError, PeerHandle
@@ -42,6 +45,8 @@ from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
 MAX_SOCKETS = 1 << 14
 """Three sockets per outgoing connection. File descriptors, of which a connection takes five, run out first."""
+_INCOMING = PeerHandle(0)
+"""Stands for all connections that peers opened, in the tables of those that have something to read."""
 
 
 class ControlChannel:
@@ -85,19 +90,29 @@ class ControlChannel:
             raise
         self.address = str(HostPort(advertised, self._incoming.port))
         """`tcp://host:port` that peers connect to; the real port where port 0 was bound."""
-        self.is_settled = False
-        """Nothing waits for `poll` that `fd` would not show."""
-        self._first_deadline = math.inf
+        self._unsettled: dict[PeerHandle, None] = {}
+        """Connections at which `poll` must look, whatever their descriptors show."""
+        self._have_sent: dict[PeerHandle, None] = {}
+        """Connections that have sent since: a socket's descriptor does not show messages that came meanwhile."""
+        self._owners: dict[int, PeerHandle] = {}
+        """Whose socket each descriptor is of."""
+        self._looked_up: deque[PeerHandle] = deque()
+        """Connections whose host was looked up. The look-up's thread appends, and wakes `poll`."""
+        self._deadlines: Agenda[OutgoingConnection] = Agenda()
         self._waker = Waker()
-        self._poller = libzmq.Poller(self._waker.fileno())
         self._descriptors = Descriptors()
         self.fd = self._descriptors.fd
         """A descriptor that becomes readable when something happens after the channel `is_settled`."""
         self._descriptors.add(self._waker.fileno())
-        self._watch(self._incoming.socket)
-        self._watch(self._incoming.monitor.socket)
+        self._watch(_INCOMING, self._incoming.socket)
+        self._watch(_INCOMING, self._incoming.monitor.socket)
         if self._incoming.authorizer is not None:
-            self._watch(self._incoming.authorizer.socket)
+            self._watch(_INCOMING, self._incoming.authorizer.socket)
+
+    @property
+    def is_settled(self) -> bool:
+        """Returns True if nothing waits for `poll` that `fd` would not show."""
+        return not (self._unsettled or self._have_sent)
 
     @property
     def server_key(self) -> str:
@@ -134,13 +149,12 @@ class ControlChannel:
             security=self.security,
             limits=self._limits,
             now=time.monotonic(),
-            wake=self.wake,
+            wake=partial(self._note_looked_up, handle),
         )
         self._outgoing[handle] = connection
-        if connection.deadline is not None:
-            self._first_deadline = min(self._first_deadline, connection.deadline)
-        self._watch(connection.socket)
-        self._watch(connection.monitor.socket)
+        self._plan(connection)
+        self._watch(handle, connection.socket)
+        self._watch(handle, connection.monitor.socket)
         return handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
@@ -153,11 +167,11 @@ class ControlChannel:
         """
         if len(payload) > self._limits.max_message_bytes:
             raise MessageTooLargeError.of(payload, self._limits.max_message_bytes)
-        # messages that arrive while a socket sends do not make its descriptor readable
-        self.is_settled = False
         if (connection := self._outgoing.get(handle)) is not None:
+            self._have_sent[handle] = None
             connection.send(payload)
         elif handle in self._incoming:
+            self._have_sent[_INCOMING] = None
             self._incoming.send(handle, payload)
         else:
             raise PeerLostError("connection is gone", handle=handle)
@@ -173,7 +187,6 @@ class ControlChannel:
         Messages sent before still go out, for at most `linger_s`. The peer notices the end of a connection that this
         side opened. One that the peer opened is only ignored from now on: send a goodbye first, and let the peer close.
         """
-        self.is_settled = False
         if handle in self._outgoing:
             self._drop(handle, milliseconds(self._limits.linger_s))
         elif handle in self._incoming:
@@ -188,31 +201,47 @@ class ControlChannel:
         Raises:
             TransportError: the channel is closed.
         """
-        if timeout_s == 0.0 and self.is_settled and not self._closed:
-            is_due = self._incoming.ending or self._descriptors.is_any_readable()
-            if not is_due and time.monotonic() < self._first_deadline:
-                return []
         self._check_open()
-        ready, is_woken = self._poller.poll(milliseconds(self._wait_s(timeout_s)))
-        self.is_settled = not ready
-        if is_woken:
-            self._waker.clear()
-        incoming, authorizer = self._incoming, self._incoming.authorizer
-        if authorizer is not None and authorizer.socket in ready:
-            authorizer.answer(self._limits.max_messages_per_turn)
+        self._find_unsettled(timeout_s)
         events: list[ControlEvent] = []
-        if incoming.ending or incoming.socket in ready or incoming.monitor.socket in ready:
-            events += incoming.receive()
+        looked_at, self._unsettled = self._unsettled, {}
         now = time.monotonic()
-        for connection in list(self._outgoing.values()):
-            is_ready = connection.socket in ready or connection.monitor.socket in ready
-            if is_ready or connection.is_due(now):
-                self.is_settled = False  # it may connect and send only now
-                events += connection.receive(now)
-                if connection.finished:
-                    self._drop(connection.handle, linger_ms=0)
-        deadlines = [c.deadline for c in self._outgoing.values() if c.deadline is not None]
-        self._first_deadline = min(deadlines, default=math.inf)
+        for handle in looked_at:
+            if handle == _INCOMING:
+                events += self._incoming.receive()
+                if not self._incoming.is_settled:
+                    self._unsettled[handle] = None
+            elif handle in self._outgoing:
+                events += self._receive(self._outgoing[handle], now)
+        return events
+
+    def _find_unsettled(self, timeout_s: float) -> None:
+        """Wait until something happens, and add the connections at which it may have happened."""
+        for fd in self._descriptors.wait(milliseconds(self._wait_s(timeout_s))):
+            if fd == self._waker.fileno():
+                self._waker.clear()
+            else:
+                self._unsettled[self._owners[fd]] = None
+        for handle in self._have_sent:
+            side = self._incoming if handle == _INCOMING else self._outgoing[handle]
+            if side.has_ended or libzmq.is_readable(side.socket):
+                self._unsettled[handle] = None
+        self._have_sent.clear()
+        while self._looked_up:
+            self._unsettled[self._looked_up.popleft()] = None
+        now = time.monotonic()
+        while self._deadlines.next_deadline() <= now:
+            self._unsettled |= dict.fromkeys([each.handle for each in self._deadlines.due(now)])
+
+    def _receive(self, connection: OutgoingConnection, now: float) -> list[ControlEvent]:
+        """Return what has happened on a connection, and forget it if that was its end."""
+        events = connection.receive(now)
+        if connection.finished:
+            self._drop(connection.handle, linger_ms=0)
+            return events
+        if not connection.is_settled:
+            self._unsettled[connection.handle] = None
+        self._plan(connection)
         return events
 
     def wake(self) -> None:
@@ -236,21 +265,38 @@ class ControlChannel:
         if self._closed:
             raise TransportError("control channel is closed", address=self.address)
 
-    def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Poll a socket from now on. Its descriptor does not show messages that came before."""
-        self._poller.register(socket)
-        self._descriptors.add(int(socket.getsockopt(zmq.FD)))
-        self.is_settled = False
+    def _note_looked_up(self, handle: PeerHandle) -> None:
+        """Let `poll` look at a connection whose host was looked up; for the look-up's thread."""
+        self._looked_up.append(handle)
+        self.wake()
+
+    def _plan(self, connection: OutgoingConnection) -> None:
+        """Look at a connection at its deadline, if it has one."""
+        if connection.deadline is None:
+            self._deadlines.forget(connection)
+        else:
+            self._deadlines.plan(connection, connection.deadline)
+
+    def _watch(self, owner: PeerHandle, socket: zmq.Socket[bytes]) -> None:
+        """Look at a socket in the next `poll`, and then whenever its descriptor is readable."""
+        fd = int(socket.getsockopt(zmq.FD))
+        self._owners[fd] = owner
+        self._descriptors.add(fd)
+        self._unsettled[owner] = None
 
     def _drop(self, handle: PeerHandle, linger_ms: int) -> None:
         connection = self._outgoing.pop(handle)
+        self._unsettled.pop(handle, None)
+        self._have_sent.pop(handle, None)
+        self._deadlines.forget(connection)
         for socket in (connection.socket, connection.monitor.socket):
-            self._poller.unregister(socket)
-            self._descriptors.remove(int(socket.getsockopt(zmq.FD)))
+            fd = int(socket.getsockopt(zmq.FD))
+            self._descriptors.remove(fd)
+            del self._owners[fd]
         connection.close(linger_ms)
 
     def _wait_s(self, timeout_s: float) -> float:
-        """Return how long to wait: not past a connect deadline, and not at all if a loss is still to be reported."""
-        if self._incoming.ending or any(each.error for each in self._outgoing.values()):
+        """Return how long to wait: not past a connect deadline, and not at all if something may be there already."""
+        if not (timeout_s and self.is_settled):
             return 0.0
-        return min(timeout_s, max(0.0, self._first_deadline - time.monotonic()))
+        return min(timeout_s, max(0.0, self._deadlines.next_deadline() - time.monotonic()))

@@ -75,8 +75,10 @@ class IncomingConnections:
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_fd: dict[int, _Peer] = {}
         self._open_fds: set[int] = set()
-        self.ending: list[_Peer] = []
-        """Connections whose loss `receive` reports next, even if no socket is readable."""
+        self._ending: list[_Peer] = []
+        """Connections whose loss `receive` reports once nothing is left to read."""
+        self.is_settled = False
+        """The last `receive` found all that there was."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         self.authorizer: Authorizer | None = None
         with ExitStack() as opened:
@@ -105,6 +107,11 @@ class IncomingConnections:
     def port(self) -> int:
         return int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
+    @property
+    def has_ended(self) -> bool:
+        """Returns True if `receive` has a loss to report, even if no socket is readable."""
+        return bool(self._ending)
+
     def __contains__(self, handle: PeerHandle) -> bool:
         return handle in self._by_handle
 
@@ -117,7 +124,7 @@ class IncomingConnections:
             libzmq.send(self.socket, [peer.identity, payload])
         except zmq.Again as exc:
             peer.error = queue_is_full(peer.address, self._limits)
-            self.ending.append(peer)
+            self._ending.append(peer)
             raise peer.error from exc
         except zmq.ZMQError as exc:
             if exc.errno == errno.EHOSTUNREACH:
@@ -134,14 +141,20 @@ class IncomingConnections:
         self._by_handle.pop(handle).ignored = True
 
     def receive(self) -> list[ControlEvent]:
-        """Return messages of all connections, in turns, then the losses of those that have nothing left to read."""
+        """Answer clients that ask if they may connect. Return messages of all connections, in turns, then the losses
+        of those that have nothing left to read.
+        """
+        limit, authorizer = self._limits.max_messages_per_turn, self.authorizer
+        is_answered = authorizer is None or authorizer.answer(limit)
+        self.is_settled = False
         self._read_monitor()
         events: list[ControlEvent] = []
         try:
-            for _ in range(self._limits.max_messages_per_turn):
+            for _ in range(limit):
                 self._receive_one(events)
         except zmq.Again:
             events += self._settle()
+            self.is_settled = is_answered
         return events
 
     def close(self, linger_ms: int) -> None:
@@ -205,18 +218,18 @@ class IncomingConnections:
         peer.error = peer.error or PeerLostError(
             "peer closed the connection or stopped answering", peer=peer.address
         )
-        if peer not in self.ending:
-            self.ending.append(peer)
+        if peer not in self._ending:
+            self._ending.append(peer)
 
     def _settle(self) -> list[ControlEvent]:
         """Report losses. Identities are kept, and ignored, as long as messages may still have them."""
         events: list[ControlEvent] = []
-        for peer in self.ending:
+        for peer in self._ending:
             if peer.error is not None and not peer.ignored:
                 events.append(Disconnected(peer.handle, peer.error))
                 self.forget(peer.handle)
             if self._by_fd.get(peer.fd) is not peer:
                 del self._by_identity[peer.identity]
                 self._retired.append(peer.identity)
-        self.ending.clear()
+        self._ending.clear()
         return events

@@ -111,6 +111,8 @@ class OutgoingConnection:
         self.handle = handle
         self.error: KVConnectorError | None = None
         self.finished = False
+        self.is_settled = False
+        """The last `receive` found all that there was."""
         self.address = str(target)
         self._target = target
         self._probe: _Probe | None = None
@@ -156,11 +158,10 @@ class OutgoingConnection:
                 self.socket.connect(self.address)
             opened.pop_all()
 
-    def is_due(self, now: float) -> bool:
-        """Returns True if the look-up has ended, or the connection: by an error, or as the handshake took too long."""
-        is_found = self._lookup is not None and self._lookup.is_over
-        is_late = self.deadline is not None and now >= self.deadline
-        return self.error is not None or is_found or is_late
+    @property
+    def has_ended(self) -> bool:
+        """Returns True if `receive` has a loss to report, even if no socket is readable."""
+        return self.error is not None
 
     def send(self, payload: bytes) -> None:
         """Queue a message. Raises `error`, the reason why the connection is over."""
@@ -193,6 +194,7 @@ class OutgoingConnection:
         if isinstance(self.error, PeerUnreachableError) and self._untried:
             self._try_next(now)
         events: list[ControlEvent] = []
+        self.is_settled = False
         try:
             for _ in range(self._limits.max_messages_per_turn):
                 frames = libzmq.receive(self.socket).frames
@@ -202,7 +204,7 @@ class OutgoingConnection:
         except RemoteProtocolError as error:
             self.error = error
         except zmq.Again:
-            pass
+            self.is_settled = True
         if self.error is not None:
             if self._given_up:
                 self.error.context["tried"] = [*self._given_up, str(self._target)]

@@ -102,12 +102,14 @@ class Authorizer:
         server.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def answer(self, max_requests: int) -> None:
-        """Answer waiting requests, at most `max_requests`."""
+    def answer(self, max_requests: int) -> bool:
+        """Answer waiting requests, at most `max_requests`. Returns False if there may be more."""
         with contextlib.suppress(zmq.Again):
             for _ in range(max_requests):
                 frames = libzmq.receive(self.socket).frames
                 libzmq.send(self.socket, self._reply(frames))
+            return False
+        return True
 
     def _reply(self, frames: list[bytes]) -> list[bytes]:
         version, request_id, _domain, address, _identity, mechanism, *credentials = frames

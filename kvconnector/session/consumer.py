@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
+from kvconnector.agenda import AT_ONCE, MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
     KVConnectorError,
@@ -25,7 +26,6 @@ from kvconnector.errors import (
 from kvconnector.ids import Rank
 from kvconnector.planning import SourceRead
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.containment import (
     failure_of,

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from kvconnector.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
     IncompatiblePeerError,
@@ -19,7 +20,6 @@ from kvconnector.errors import (
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_routes
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.link import FromPeer, Link, kind_of
 from kvconnector.session.load import EngineState, RemoteEngine, RemoteWorker

@@ -40,11 +40,11 @@ from enum import StrEnum
 
 import msgspec
 
+from kvconnector.agenda import NEVER
 from kvconnector.errors import KVConnectorError, OfferReclaimedError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
-from kvconnector.session.agenda import NEVER
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.orders import GrowRequest, LeaseOrder

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvconnector.agenda import AT_ONCE, NEVER
 from kvconnector.errors import (
     BlockIdError,
     KVConnectorError,
@@ -26,7 +27,6 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.layout import GroupBlocks
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
-from kvconnector.session.agenda import AT_ONCE, NEVER
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked

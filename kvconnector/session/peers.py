@@ -10,11 +10,11 @@ from itertools import islice
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
+from kvconnector.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnectorError, PeerLostError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.lease import Send
 from kvconnector.session.link import FromPeer, Link

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from kvconnector.agenda import NEVER, Agenda
 from kvconnector.config import LeaseConfig
 from kvconnector.errors import (
     KVConnectorError,
@@ -19,7 +20,6 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import Rank
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import NEVER, Agenda
 from kvconnector.session.completion import Phase
 from kvconnector.session.containment import (
     failure_of,

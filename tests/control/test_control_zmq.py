@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager
@@ -460,3 +461,74 @@ def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error
     assert "ulimit -n" in process.overdo()
     process.kill()
     process.release()
+
+
+def calls_of(function):
+    """Return how many calls of Python's and C's functions a call makes."""
+    calls = [0]
+
+    def count(frame, event, argument):
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+@pytest.mark.parametrize("others", ["are idle", "are in their handshake", "peers opened"])
+@pytest.mark.parametrize("what", ["a send", "a message", "an end"])
+def test_a_poll_costs_as_much_as_has_happened_whatever_others_there_are(others, what):
+    def calls_with(num_others):
+        with (
+            socket.create_server(("127.0.0.1", 0), backlog=64) as silent,
+            channels(None, None, connect_timeout_s=600.0, linger_s=0.0) as (near, far),
+        ):
+            recorder = Recorder(near, far)
+            here, there = recorder.link(near, far)
+            address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            for _ in range(num_others):
+                if others == "are in their handshake":
+                    near.connect(address)
+                else:
+                    recorder.link(*((near, far) if others == "are idle" else (far, near)))
+            ending, _ = recorder.link(far, near) if what == "an end" else (None, None)
+            # a handshake goes on without the channel: each of its steps is an event
+            recorder.until(
+                lambda: not recorder.step() and near.is_settled and not near.poll(STEP_S)
+            )
+            if what == "a send":
+                near.send(here, b"one")
+            elif what == "a message":
+                far.send(there, b"one")
+            elif what == "an end":
+                far.disconnect(ending)
+            found, calls = [], []
+            for _ in range(1 if what == "a send" else 1000):
+                calls.append(calls_of(lambda: found.extend(near.poll(0.0))))
+                if found:
+                    break
+                time.sleep(0.01)
+            assert len(found) == (what in ("a message", "an end"))
+            return max(calls)
+
+    assert calls_with(13) < calls_with(1) + 10
+
+
+def test_messages_beyond_a_turn_come_in_the_next_polls_without_a_wait():
+    with channels(None, None, max_messages_per_turn=3) as (near, far):
+        here, there = Recorder(near, far).link(near, far)
+        for number in range(10):
+            near.send(here, bytes([number]))
+            far.send(there, bytes([number]))
+        for channel in (near, far):
+            payloads = []
+            for _ in range(1000):
+                found = channel.poll(STEP_S)
+                assert len(found) <= 3
+                payloads += [event.payload for event in found]
+                if len(payloads) == 10:
+                    break
+            assert payloads == [bytes([number]) for number in range(10)]

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from msgspec import structs
 
+from kvconnector.agenda import MAX_AT_ONCE
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE
 from kvconnector.session.consumer import LOAD_TABLE
 from kvconnector.session.engines import ENGINE_TABLE
 from kvconnector.session.link import FromPeer, Link

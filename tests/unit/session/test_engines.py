@@ -1,6 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
+from kvconnector.agenda import NEVER
 from kvconnector.errors import (
     IncompatiblePeerError,
     PeerLostError,
@@ -10,7 +11,6 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import NEVER
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import DropRequest

@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 
+from kvconnector.agenda import MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE, NEVER, Agenda
 from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m

@@ -22,7 +22,7 @@ keeps the engine's thread waiting for long, no matter how many requests it conce
 
 
 class Agenda(Generic[ThingT]):
-    """The deadlines of all records of one session.
+    """The deadlines of all records of one session, or of the connections of one control channel.
 
     To extend a deadline, change only the record: `due` then returns it too early, and the caller plans it again. So a
     deadline that every message extends costs nothing. A forgotten thing is released at once, though it leaves two
