@@ -42,13 +42,6 @@ def run_cluster(tmp_path, monkeypatch, request):
     return partial(_run_on_a_cluster, tmp_path)
 
 
-@pytest.fixture
-def run_processes(tmp_path, monkeypatch):
-    """Runs a test's coroutine as `run_cluster` does, but servers have their ranks as child processes."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return partial(_run_on_a_cluster, tmp_path)
-
-
 def _run_on_a_cluster(folder, test):
     from minillm.cluster import Cluster
 

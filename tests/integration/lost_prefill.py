@@ -18,6 +18,7 @@ from minillm.client import complete
 from minillm.cluster import Cluster
 from tests.hosts.network import descendants
 from tests.integration.minillm_engines import prompt_of
+from tests.support.forked import forked_by
 
 MAX_TOKENS = 6
 PROMPT_TOKENS = 300
@@ -27,8 +28,14 @@ STEP_TOKENS = 16
 
 def kill(server):
     """Kill a server and its ranks."""
-    for pid in [*descendants(server.child.process.pid), server.child.process.pid]:
+    for pid in [*ranks(server), server.child.process.pid]:
         os.kill(pid, signal.SIGKILL)
+
+
+def ranks(server):
+    """Return the process ids of a server's ranks, whether it has started them or had them forked."""
+    pid = server.child.process.pid
+    return [*descendants(pid), *forked_by(pid)]
 
 
 async def start(cluster):

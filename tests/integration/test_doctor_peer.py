@@ -6,9 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from kvconnector.cli import main
+from kvconnector.cli import main, peer_greeting
 from kvconnector.control.address import parse_address
 from kvconnector.control.security import generate_keys
+from kvconnector.integrations.sglang import registry
 from tests.integration.runtime_pair import Engine, same, until
 from tests.sglang.pure.registry import Registry
 from tests.support.keys import keyed_controls
@@ -68,11 +69,11 @@ def test_an_sglang_servers_registry_names_its_engines(p, doctor):
     row = dict.fromkeys(("attn_tp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1)
     row |= dict.fromkeys(("attn_tp_rank", "attn_dp_rank", "pp_rank", "system_dp_rank"), 0)
     row |= {"load_balance_method": "round_robin"}
-    with closing(Registry()) as registry:
-        registry.answer(
+    with closing(Registry()) as served:
+        served.answer(
             "PUT", "/route", {}, row | {"rank_ip": address.host, "rank_port": address.port}
         )
-        found = doctor("--peer", f"127.0.0.1:{registry.port}")
+        found = doctor("--peer", f"127.0.0.1:{served.port}")
     assert "rank 0 of 1" in found["registry"]["text"]
     assert "engine p at" in found["peer"]["text"]
     assert {finding["verdict"] for finding in found.values()} == {"ok"}
@@ -150,8 +151,10 @@ def test_the_reason_for_unusable_params_is_given(p, doctor, tmp_path, changes, c
 
 
 @pytest.fixture
-def silent():
-    """Accepts connections and says nothing."""
+def silent(monkeypatch):
+    """Accepts connections and says nothing; whoever asks gives up soon."""
+    monkeypatch.setattr(peer_greeting, "ASK_S", 0.5)
+    monkeypatch.setattr(registry, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

@@ -12,8 +12,7 @@ import aiohttp
 import pytest
 
 from minillm.config import ModelConfig
-from tests.hosts.network import descendants
-from tests.integration.lost_prefill import MAX_TOKENS, kill, lose_in_mid_prompt, start
+from tests.integration.lost_prefill import MAX_TOKENS, kill, lose_in_mid_prompt, ranks, start
 from tests.integration.minillm_engines import (
     complete_on,
     expected_tokens,
@@ -34,7 +33,7 @@ PACKED_IN_PIECES = {
 
 
 def signal_ranks(server, number):
-    for pid in descendants(server.child.process.pid):
+    for pid in ranks(server):
         os.kill(pid, number)
 
 
@@ -56,7 +55,7 @@ async def until_loading(cluster, server):
 
 
 @pytest.mark.parametrize("when", ["in mid read", "before it has asked"])
-def test_what_one_decode_engine_has_lost_another_one_decodes(when, run_processes):
+def test_what_one_decode_engine_has_lost_another_one_decodes(when, run_cluster):
     """The first engine is killed while the prefill engine sends to it, or is gone before it has begun."""
     prompt = prompt_of(1500)
     options = [*FAIL, "--connector", json.dumps(PACKED_IN_PIECES)]
@@ -96,10 +95,10 @@ def test_what_one_decode_engine_has_lost_another_one_decodes(when, run_processes
         assert answer["kv_transfer_stats"]["loaded_tokens"] == len(prompt) - 1
         assert await computed(cluster, prefill) == before
 
-    run_processes(main)
+    run_cluster(main)
 
 
-def test_a_failure_says_where_to_try_again(run_processes):
+def test_a_failure_says_where_to_try_again(run_cluster):
     """The answers of a decode engine whose producer does not know a request, or is gone."""
     prompt = prompt_of(60)
     # a direct reader would find the blocks without the secret
@@ -127,10 +126,10 @@ def test_a_failure_says_where_to_try_again(run_processes):
         assert cause in ("PeerLostError", "PeerUnreachableError")
         assert retry == "other"
 
-    run_processes(main)
+    run_cluster(main)
 
 
-def test_another_prefill_engine_takes_over_in_mid_prompt(run_processes):
+def test_another_prefill_engine_takes_over_in_mid_prompt(run_cluster):
     """The client's request goes on by itself; `lost_prefill` measures how long it takes."""
 
     async def main(cluster):
@@ -143,4 +142,4 @@ def test_another_prefill_engine_takes_over_in_mid_prompt(run_processes):
         assert result.kv_transfer_stats["bytes"] > 0
         await wait_all_blocks_free(cluster, *pairs[2:])
 
-    run_processes(main)
+    run_cluster(main)

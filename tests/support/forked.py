@@ -14,6 +14,7 @@ import threading
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -88,6 +89,16 @@ POPEN = SimpleNamespace(
 """The part of `subprocess` that `kvconnector.bench.processes` uses."""
 
 
+def forked_by(pid):
+    """Return the processes that process `pid` has had forked. They are not its children: one server forks them all.
+
+    They are known by files in the folder that TMPDIR names, so by none without it.
+    """
+    folder = os.environ.get("TMPDIR")
+    found = Path(folder).glob(f"{pid}.*.forked") if folder else ()
+    return [int(path.name.split(".")[1]) for path in found]
+
+
 def _become(command, environ, outputs, fds, server):
     """Run `python command...` in this process. Its child processes are forked from the same `server`."""
     os.setsid()
@@ -98,6 +109,8 @@ def _become(command, environ, outputs, fds, server):
         os.dup2(fds[fd].fileno(), target)
     os.environ.clear()
     os.environ.update(environ)
+    if folder := environ.get("TMPDIR"):
+        Path(folder, f"{multiprocessing.parent_process().pid}.{os.getpid()}.forked").touch()
     tempfile.tempdir = None
     random.seed()
     processes.Child.start = ForkedChild.start
