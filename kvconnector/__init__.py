@@ -18,9 +18,12 @@ first used: importing the package imports neither torch nor UCX.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # type checkers know it by its name; `typing` alone would take longer than all of this import
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvconnector import errors
     from kvconnector._version import __version__
     from kvconnector.config import ConnectorConfig as Config

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import select
 import threading
 from functools import cache
@@ -52,7 +51,7 @@ MAX_READY = 256
 """Most descriptors that one wait returns. The others are still readable in the next one."""
 _MAX_MS = (1 << 31) - 1
 # struct epoll_event, which the kernel packs on x86-64 alone. Descriptors are the 32 bits after `events`, or after a gap
-_IS_PACKED = platform.machine() == "x86_64"
+_IS_PACKED = os.uname().machine == "x86_64"
 _WORDS, _FD = (3, 1) if _IS_PACKED else (4, 2)
 
 

@@ -2,8 +2,6 @@
 
 from kvconnector.layout import ALL_LAYERS as ALL_LAYERS
 from kvconnector.layout import GroupBlocks as GroupBlocks
-from kvconnector.planning.naive import naive_plan as naive_plan
-from kvconnector.planning.naive import plan_items as plan_items
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
 from kvconnector.planning.plan import MAX_CHUNKS as MAX_CHUNKS
 from kvconnector.planning.plan import MAX_TOKENS as MAX_TOKENS

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvconnector.ids import EngineAddress
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.planning import naive_plan, plan_items, plan_routes
+from kvconnector.planning import plan_routes
+from kvconnector.planning.naive import naive_plan, plan_items
 from kvconnector.session import load as load_module
 from kvconnector.session.consumer import LOAD_TABLE
 from kvconnector.session.engines import ENGINE_TABLE

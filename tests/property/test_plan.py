@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from kvconnector.errors import GeometryError
 from kvconnector.planning import (
     ALL_LAYERS,
-    naive_plan,
-    plan_items,
     plan_reads,
     plan_routes,
     plan_transfer,
 )
 from kvconnector.planning import plan as plan_module
+from kvconnector.planning.naive import naive_plan, plan_items
 from tests.support.strategies import transfers
 
 

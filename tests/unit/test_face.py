@@ -17,11 +17,18 @@ def test_every_public_name_exists_and_is_documented():
 @pytest.mark.parametrize(
     "module, heavy",
     [
-        ("kvconnector", {"kvconnector._version", "torch", "numpy", "msgspec", "zmq", "ucxx"}),
+        (
+            "kvconnector",
+            {"kvconnector._version", "torch", "numpy", "msgspec", "zmq", "ucxx", "typing", "re"},
+        ),
+        ("kvconnector.planning", {"kvconnector.planning.naive"}),
         # vLLM on a CPU inspects all modules when a worker starts, and fails on llvmlite's
         ("kvconnector.datapath", {"numba", "llvmlite", "torch"}),
     ],
 )
 def test_imports_stay_light(module, heavy):
-    code = f"import sys, {module}; sys.exit({heavy} & set(sys.modules) or None)"
+    code = (
+        f"import sys; before = set(sys.modules); import {module};"
+        f" sys.exit({heavy} & set(sys.modules) - before or None)"
+    )
     run_python("-W", "error", "-c", code)
