@@ -81,6 +81,12 @@ def failed_load(first=bool, before=bool, after=bool, verify=("none", "none"), **
     return trigger
 
 
+def reclaim(pair):
+    """Take the offer back, and wait until a consumer would have asked for it."""
+    pair.p.reclaim("r")
+    pair.pass_time(1.5)
+
+
 def freeze(pair):
     pair.world.freeze(pair.p)
 
@@ -277,7 +283,7 @@ TABLE = {
         [*PEER, "lease.duration_s"],
     ),
     e.OfferReclaimedError: (
-        failed_load(lambda pair: pair.p.reclaim("r")),
+        failed_load(reclaim),
         ["took the blocks back", "its cache was full", *PEER],
     ),
     e.TransferAbortedError: (
