@@ -46,6 +46,7 @@ def model_of(kv_heads, num_layers=LAYERS, **overrides):
     """Return a model's configuration; `overrides[number]` are the KV heads of layers that differ."""
     heads = [overrides.get(f"layer_{n}", kv_heads) for n in range(num_layers)]
     return SimpleNamespace(
+        dtype=torch.bfloat16,
         get_total_num_kv_heads=lambda: kv_heads,
         get_total_num_hidden_layers=lambda: num_layers,
         model_arch_config=[SimpleNamespace(total_num_kv_heads=number) for number in heads],

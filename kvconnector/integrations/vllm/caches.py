@@ -24,10 +24,12 @@ from kvconnector.integrations.vllm.parts import (
     state_parts,
 )
 from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.integrations.vllm.rounding import Rules, element_of
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.runtime import CacheGroup
 from kvconnector.runtime.tensors import device_name
 from kvconnector.topology import GroupGeometry, PartGeometry
+from kvconnector.topology.geometry import UNKNOWN_ROUNDING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,6 +121,7 @@ def register_groups(
     """
     cut = TpSplit(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     pools = _pools(kv_cache_config)
+    rules = Rules(vllm_config.model_config.dtype)
     registered = []
     for vllm_group in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[vllm_group]
@@ -127,9 +130,10 @@ def register_groups(
         for spec, all_names in _uniform_parts(group):
             names = _own_caches(all_names, kv_caches)
             layers = {
-                layer_number(name): _layer_cache(vllm_config, name, spec, kv_caches)
+                layer_number(name): _layer_cache(vllm_config, name, spec, kv_caches, rules)
                 for name in names
             }
+            layers = _with_one_rule(layers)
             if len(layers) != len(names):
                 raise GeometryError("two layers of a group have one number", layers=names)
             shared = placement.context_parallel if spec.dcp_sharded else NO_CONTEXT_PARALLEL
@@ -230,23 +234,38 @@ def _own_caches(names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> 
     return list(by_address.values())
 
 
+def _with_one_rule(layers: Mapping[int, LayerCache]) -> dict[int, LayerCache]:
+    """Return layers with the rule that they have in common, if these differ in it as their scales do."""
+    rules = {cache.rounding for cache in layers.values()}
+    if len(rules) <= 1:
+        return dict(layers)
+    return {number: replace(cache, rounding=UNKNOWN_ROUNDING) for number, cache in layers.items()}
+
+
 def _layer_cache(
-    vllm_config: VllmConfig, name: str, spec: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig,
+    name: str,
+    spec: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    rules: Rules,
 ) -> LayerCache:
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     backend = layer.get_attn_backend().get_name() if layer is not None else ""
-    return LayerCache(
+    kv_cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    cache = LayerCache(
         name=name,
         spec=spec,
         tensor=kv_caches[name],
         total_kv_heads=total_kv_heads(vllm_config, name),
         backend=backend,
         isa=getattr(layer, "isa", ""),
-        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        kv_cache_dtype=kv_cache_dtype,
         scales=_scales(layer, spec),
+        element=element_of(layer, spec, kv_caches[name], kv_cache_dtype),
         is_shuffled=_is_shuffled(layer),
         is_ring=is_ring(spec),
     )
+    return replace(cache, rounding=rules.rule_of(layer, cache))
 
 
 def is_ring(spec: Any) -> bool:

@@ -21,6 +21,7 @@ from kvconnector.integrations.vllm.latents import PAGE_TOKENS, Planes, planes_of
 from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
+from kvconnector.topology.geometry import ROUNDINGS
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
@@ -52,8 +53,8 @@ class LayerCache:
     """One layer as vLLM registers it. `backend` is the name of its attention backend, and `isa` the instruction set of
     the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model. `scales` are those
     of K and of V in an fp8 cache, each one number, or one for each head; empty if the cache's numbers have none.
-    `is_shuffled`: the backend on this device stores elements in another order than elsewhere. `is_ring`: a request has
-    one block, whatever its length.
+    `element` and `rounding` are those of `PartGeometry`. `is_shuffled`: the backend on this device stores elements in
+    another order than elsewhere. `is_ring`: a request has one block, whatever its length.
     """
 
     name: str
@@ -64,6 +65,8 @@ class LayerCache:
     isa: str = ""
     kv_cache_dtype: str = "auto"
     scales: tuple[tuple[float, ...], ...] = ()
+    element: str = ""
+    rounding: str = ROUNDINGS[0]
     is_shuffled: bool = False
     is_ring: bool = False
 
@@ -125,7 +128,7 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
     if spec.state_content_bytes is not None:
         return [_part("kv", view_of(tensor), total, heads)]
     k, v = tensor[..., : spec.head_size], tensor[..., spec.head_size :]
-    return [_part("k", view_of(k), total, heads), _part("v", view_of(v), total, heads)]
+    return [_part(name, view_of(part), total, heads, cache) for name, part in (("k", k), ("v", v))]
 
 
 def is_latent(spec: AttentionSpec) -> bool:
@@ -157,7 +160,7 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
     """Return the parts of a cache with one vector a row: one, or one for each plane of a page."""
     planes, tensor = planes_of_pages(cache), cache.tensor
     if not planes:
-        return [_part("latent", view_of(tensor), 1, range(1))]
+        return [_part("latent", view_of(tensor), 1, range(1), cache)]
     num_blocks, _, rows, _ = tensor.shape
     # elements keep the tensor's type, in which unwritten slots are cleared
     item = tensor.element_size()
@@ -246,7 +249,10 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         )
 
 
-def _part(name: str, view: KVView, total: int, heads: range) -> Part:
+def _part(
+    name: str, view: KVView, total: int, heads: range, numbers: LayerCache | None = None
+) -> Part:
+    """Return a part. `numbers`: the layer, if the part's elements are its numbers."""
     geometry = PartGeometry(
         name=name,
         total_heads=total,
@@ -254,6 +260,8 @@ def _part(name: str, view: KVView, total: int, heads: range) -> Part:
         head_stop=heads.stop,
         head_dim=view.head_dim,
         item_size_bytes=view.item_size_bytes,
+        element=numbers.element if numbers else "",
+        rounding=numbers.rounding if numbers else ROUNDINGS[0],
     )
     return geometry, view
 
@@ -279,7 +287,7 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             tuple(item * step for step in (tensor.stride(0), part.head, part.token, part.dim)),
             item,
         )
-        parts.append(_part(part.name, view, total, heads))
+        parts.append(_part(part.name, view, total, heads, cache))
     return parts
 
 
