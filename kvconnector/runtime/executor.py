@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -18,6 +18,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.layout import GroupBlocks, Watermark
+from kvconnector.planning import Route
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import RequestTrace
@@ -26,6 +27,7 @@ from kvconnector.session.containment import WorkerFault
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker
+from kvconnector.session.peers import Peer
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, Segment
@@ -117,14 +119,20 @@ class SessionLinks(LinkPort):
             except KVConnectorError as error:
                 self._links.lose(worker.link, error)
                 return
+        routes = [each for each in worker.engine.routes if each.peer == worker.geometry.rank]
         if reply.export is not None:
-            self._open_export(worker, reply.export)
+            self._open_export(worker, reply.export, routes)
+        if not worker.link.maps_pools:
+            for route in routes:
+                self._datapath.prepare_chunks(route, packing=False)
 
-    def _open_export(self, worker: RemoteWorker, export: PoolExport) -> None:
+    def _open_export(
+        self, worker: RemoteWorker, export: PoolExport, routes: Sequence[Route]
+    ) -> None:
         producer = (worker.engine.name.engine_id, worker.geometry.rank)
         try:
             check_export(export, worker.geometry)
-            how = self._datapath.reads.open(worker.link, export)
+            how = self._datapath.reads.open(worker.link, export, routes)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             self._outbox.read_packed(error.message)
@@ -142,6 +150,8 @@ class SessionDataPath(DataPathPort):
 
     @of_worker
     def open_endpoint(self, link: Link, hello: m.Hello) -> None:
+        if isinstance(link.peer, Peer) and link.peer.route is not None:
+            self._datapath.prepare_chunks(link.peer.route, packing=True)
         self._datapath.sends.open_endpoint(link, hello)
 
     @of_worker

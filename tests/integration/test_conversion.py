@@ -1,6 +1,7 @@
 """Engines whose caches have other types or scales: the bytes are those that the consumer would have stored itself."""
 
 import dataclasses
+import importlib
 import math
 import mmap
 
@@ -9,6 +10,8 @@ import torch
 from msgspec.structs import replace
 
 import kvconnector as kvc
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
+from kvconnector.datapath.pump.launches import Launches
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import plan_transfer
@@ -27,8 +30,10 @@ BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 LAYERS, HEADS, DIM, BLOCKS, TOKENS = 3, 4, 16, 12, 61
 
 
-def mapped(axes, dtype):
-    """Return zeros in pages of their own, which consumers can map."""
+def mapped(axes, dtype, device):
+    """Return zeros in memory that consumers can map, on the CPU in pages of their own."""
+    if device != "cpu":
+        return torch.zeros(axes, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(axes) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(axes)
 
@@ -54,6 +59,7 @@ class Engine:
         tp_size=1,
         rounding="nearest",
         unknown=False,
+        device="cpu",
         **settings,
     ):
         self.rounding = rounding
@@ -64,7 +70,7 @@ class Engine:
             tensors = {}
             for layer in range(LAYERS):
                 axes = (BLOCKS, block, share, DIM) if nhd else (BLOCKS, share, block, DIM)
-                pair = [mapped(axes, dtype) for _ in "kv"]
+                pair = [mapped(axes, dtype, device) for _ in "kv"]
                 tensors[layer] = tuple(each.transpose(1, 2) if nhd else each for each in pair)
             self.caches.append(tensors)
             scales = scale and {
@@ -119,7 +125,7 @@ class Engine:
             1,
         )
         rows = whole[blocks].permute(1, 0, 2, 3).reshape(HEADS, -1, DIM)
-        return rows[:, :num_tokens].contiguous()
+        return rows[:, :num_tokens].contiguous().cpu()
 
     def close(self):
         for worker in self.workers:
@@ -135,6 +141,8 @@ def fill(engine):
             for tensor in pair:
                 raw = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
                 raw.copy_(torch.randint(-(1 << 15), 1 << 15, raw.shape, generator=generator))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def stored(numbers, factors, scale, d):
@@ -247,6 +255,76 @@ def test_a_packed_read_of_a_wider_cache_has_the_bytes_of_the_narrower_one(start)
         TpKVTopology(wide, Rank(0, 0)), wide, [range(TOKENS)], chunk_bytes=1 << 20
     )
     assert read.total_bytes == 2 * TOKENS * LAYERS * 2 * HEADS * DIM
+
+
+@pytest.mark.parametrize("direct", ["always", "never"])
+def test_both_ends_learn_in_the_greeting_what_they_will_convert(start, direct, monkeypatch):
+    """On a GPU they compile their kernels then, and no read waits for that."""
+    prepared = []
+    monkeypatch.setattr(
+        CpuCopies,
+        "prepare",
+        lambda self, remote, routes=(): prepared.extend(
+            "direct" for each in routes if each.conversions
+        ),
+    )
+    monkeypatch.setattr(
+        CpuCopies,
+        "prepare_chunks",
+        lambda self, route, packing: prepared.append("pack" if packing else "unpack"),
+    )
+    paths = {"paths": {"direct": direct}}
+    p = start("p", "producer", BF16, block=8, nhd=True, **paths)
+    d = start("d", "consumer", E4M3, scale=per_tensor, block=8, nhd=True, **paths)
+    load(p, d, list(range(8)), list(range(8)))
+    assert sorted(prepared) == (["direct", "pack"] if direct == "always" else ["pack", "unpack"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direct", ["always", "never"])
+@pytest.mark.parametrize(
+    "ours, theirs, rounding",
+    [
+        ((BF16, None), (E4M3, per_head), "nearest"),
+        ((BF16, None), (E4M3, per_tensor), "truncated"),
+        ((BF16, None), (E5M2, per_tensor), "cast"),
+        ((E4M3, per_head), (BF16, None), "nearest"),
+        ((E4M3, per_head), (E5M2, per_tensor), "nearest"),
+    ],
+)
+def test_no_read_on_a_gpu_compiles_its_kernels(
+    *, start, direct, ours, theirs, rounding, monkeypatch
+):
+    compiled, prepared = [], Launches._prepared
+
+    def counted(self, span):
+        before = len(launch._kernels)
+        job = prepared(self, span)
+        compiled.append(len(launch._kernels) - before)
+        return job
+
+    monkeypatch.setattr(Launches, "_prepared", counted)
+    launch = importlib.import_module("kvconnector_kernels.relayout.launch")
+    launch._kernels.clear()
+    place = {"device": "cuda:0", "paths": {"direct": direct}}
+    p = start("p", "producer", ours[0], scale=ours[1], block=8, nhd=True, **place)
+    fill(p)
+    d = start(
+        "d",
+        "consumer",
+        theirs[0],
+        scale=theirs[1],
+        block=16,
+        nhd=False,
+        rounding=rounding,
+        **place,
+    )
+    source, target = [9, 2, 11, 0, 5, 7, 1, 3], [3, 11, 0, 8]
+    load(p, d, source, target)
+    assert not d.failed
+    check(p, d, source, target)
+    assert compiled
+    assert not any(compiled)
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,15 @@ class Copies:
     def warm_up_reads(self) -> None:
         """Compile the kernels that direct reads of pools like ours would wait for."""
 
-    def prepare(self, remote: RemotePools) -> None:
-        """Compile what the first read of these pools would wait for. Raises TransportError: they cannot be read."""
+    def prepare(self, remote: RemotePools, routes: Sequence[Route] = ()) -> None:
+        """Compile what the first read of these pools, on these routes, would wait for. Raises TransportError: they
+        cannot be read.
+        """
+
+    def prepare_chunks(self, route: Route, *, packing: bool) -> None:
+        """Compile what the first chunk of a route whose elements are converted here would wait for. Raises
+        TransportError: that cannot be done.
+        """
 
     def finish(self) -> None:
         """Wait for copies under way. Raises TransportError: the device has failed, or a copy does not end."""

@@ -18,7 +18,7 @@ from kvconnector.datapath.pump.copies import (
     packed_sides,
 )
 from kvconnector.datapath.pump.copy_threads import CopyThreads
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.planning import GroupBlocks, Route, SourceRead
 from kvconnector.session.load import RankRead
 from kvconnector_kernels.pump.copy_cpu import CALL_BYTES, COPY, READ, ROW_BYTES, job_of
 from kvconnector_kernels.pump.records import (
@@ -132,7 +132,7 @@ class CpuCopies(Copies):
         words = array("q", numbers)
         return Jobs(words.buffer_info()[0], None, (words, held, lanes))
 
-    def prepare(self, remote: RemotePools) -> None:
+    def prepare(self, remote: RemotePools, routes: Sequence[Route] = ()) -> None:
         if self._threads is not None or self._num_threads == 1:
             return
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from kvconnector.datapath.device_memory import FENCE_WORDS, Fences, addresses_of, await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.lanes import Lane, Span
+from kvconnector.datapath.lanes import Lane, Span, Tokens, Window
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     Copies,
@@ -26,7 +26,7 @@ from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, RequestBlocks
 from kvconnector.errors import TransportError
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.planning import GroupBlocks, Route, SourceRead
 from kvconnector.session.load import RankRead
 from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump.copy_cuda import COPY, READ
@@ -41,6 +41,7 @@ from kvconnector_kernels.pump.records import (
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     Conversion,
+    PackedSide,
     PagedSide,
     PartTable,
     RelayoutError,
@@ -200,16 +201,38 @@ class CudaCopies(Copies):
                 self._prepare_read(table, table, num_heads)
                 self._prepare_read(usual, table, num_heads)
 
-    def prepare(self, remote: RemotePools) -> None:
-        """See `Copies`. Covers all heads that both sides have."""
+    def prepare(self, remote: RemotePools, routes: Sequence[Route] = ()) -> None:
+        """See `Copies`. Covers all heads that both sides have, and those of segments whose elements are converted."""
         try:
             for key in remote.tables.keys() & self.pools.tables.keys():
                 src, dst = remote.tables[key], self.pools.tables[key]
-                if src.item_size_bytes != dst.item_size_bytes:
-                    continue  # only a route says how elements are converted: the first read compiles that
-                self._prepare_read(src, dst, min(src.num_heads, dst.num_heads))
+                if src.item_size_bytes == dst.item_size_bytes:
+                    self._prepare_read(src, dst, min(src.num_heads, dst.num_heads))
+            for route in routes:
+                self._prepare_conversions(
+                    self._read_lanes(route, remote) if route.conversions else ()
+                )
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
+
+    def prepare_chunks(self, route: Route, *, packing: bool) -> None:
+        """See `Copies`."""
+        try:
+            if route.conversions:
+                self._prepare_conversions(self._chunk_lanes(route, packing))
+        except (RelayoutError, RuntimeError) as exc:
+            raise TransportError(f"chunks cannot be converted: {exc}") from exc
+
+    def _prepare_conversions(self, lanes: Sequence[Lane]) -> None:
+        ids = self.some_ids()
+        for lane in lanes:
+            pools = [
+                end.table.block_size for end in (lane.src, lane.dst) if isinstance(end, Window)
+            ]
+            windows = windows_of(min(pools)) if lane.conversion is not None else []
+            for (there, count), (here, _) in product(windows, windows):
+                src, dst = _end(lane.src, ids, there), _end(lane.dst, ids, here)
+                self._prepare(src, dst, lane.num_heads, count, lane.conversion)
 
     def _prepare_read(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
         ids = self.some_ids()
@@ -289,6 +312,13 @@ class CudaCopies(Copies):
         if found != list(kernel.param_bytes) or len(found) > MAX_PARAMS:
             expected = kernel.param_bytes
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
+
+
+def _end(end: Window | PackedSide, ids: BlockIdsAt, token_start: int) -> Side:
+    """Return one end of a lane, for launches that are prepared and not made."""
+    if isinstance(end, PackedSide):
+        return end
+    return end.side(Tokens(ids.address, ids.count, token_start, 0))
 
 
 def _converting(spans: Sequence[Span]) -> list[Lane]:

@@ -29,6 +29,7 @@ their caller owns the lock, jobs stay until their row is over, and a send's endp
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -49,10 +50,14 @@ from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.pump.state import LOOK
 from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import TransportError
+from kvconnector.planning import Route
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop_calls import look, run
+
+logger = logging.getLogger(__name__)
 
 
 class DataPath:
@@ -91,6 +96,15 @@ class DataPath:
         is_handshaking = self.lock.is_handshaking
         state = "closed" if self._closed else "greeting" if is_handshaking else "open"
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
+
+    def prepare_chunks(self, route: Route, *, packing: bool) -> None:
+        """Compile what the first packed read on a route would wait for, if its elements are converted here. If that
+        cannot be done, the read reports it.
+        """
+        try:
+            self.copies.prepare_chunks(route, packing=packing)
+        except TransportError as error:
+            logger.warning("reads with rank %s will fail: %s", route.peer, error)
 
     def step(self) -> None:
         """Move everything that can move, and add the resulting events to `events`. Call it until there are none."""

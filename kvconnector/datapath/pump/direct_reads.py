@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvconnector.config import PathsConfig
@@ -15,6 +15,7 @@ from kvconnector.datapath.pump.pacing import NS_PER_S, WAIT_FOR_LEASE_S
 from kvconnector.datapath.pump.programs import Program, Programs
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
+from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
@@ -61,9 +62,9 @@ class DirectReads(Programs[DirectRead]):
         self._fences = loop.copies.make_fences(MAX_READS)
         self._fence_addresses = addresses_of(self._fences).tolist()
 
-    def open(self, link: Link, export: PoolExport) -> str:
-        """Open a producer worker's pools for direct reads at `link`. Returns the way in which they are reached, as
-        words for the log.
+    def open(self, link: Link, export: PoolExport, routes: Sequence[Route] = ()) -> str:
+        """Open a producer worker's pools for direct reads at `link`, on `routes`. Returns the way in which they are
+        reached, as words for the log.
 
         Raises:
             TransportError, PeerLostError: they cannot be reached.
@@ -75,7 +76,7 @@ class DirectReads(Programs[DirectRead]):
                 device, folder = self.loop.copies.pools.device, self._paths.shared_folder
                 remote = RemotePools(export, device, folder)
                 stack.callback(remote.close)
-                self.loop.copies.prepare(remote)
+                self.loop.copies.prepare(remote, routes)
                 stack.pop_all()
         except KVConnectorError:
             if self._paths.direct == "always":

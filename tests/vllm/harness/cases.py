@@ -71,6 +71,13 @@ def _tier(name, scenario=s.from_both, **arguments):
     return Case(name, scenario, **{"found_by": "ranges", **arguments}, has_nixl=False)
 
 
+def _converted(name, prefill=None, decode=None):
+    engines = {"prefill": {**BF16, **(prefill or {})}, "decode": {**BF16, **(decode or {})}}
+    return Case(
+        name, s.converted, **engines, model={"layers": 1}, has_nixl=False, gpu_dtype="bfloat16"
+    )
+
+
 def _servers(name, servers, **arguments):
     return Case(name, servers=servers, has_nixl=False, **arguments)
 
@@ -83,6 +90,8 @@ SPREAD = {"needs": ("gpus",), "decode": DP2}
 BOTH = ("kv_both", "kv_both")
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 BF16 = {"dtype": "bfloat16"}
+# on CPUs with AVX-512
+FP8, E5M2 = ({"arguments": {"kv_cache_dtype": each}} for each in ("fp8", "fp8_e5m2"))
 TP2 = {"tp_size": 2}
 PP2 = {"pp_size": 2}
 CHUNKED = {"arguments": {"max_num_batched_tokens": 256}}
@@ -135,7 +144,10 @@ CASES = (
     _both("packed", PACKED, has_nixl=False),
     Case("hnd-nhd", prefill=HND, decode=_blocks(128), **ON_GPUS_BF16),
     _both("graphs", {"arguments": {"enforce_eager": False}}, **ON_GPUS_BF16),
-    _both("fp8", {"arguments": {"kv_cache_dtype": "fp8"}}, **ON_GPUS_BF16),
+    _both("fp8", FP8, **ON_GPUS_BF16),
+    _converted("bf16-fp8", decode=FP8),
+    _converted("bf16-fp8-packed", prefill=PACKED, decode={**FP8, **PACKED}),
+    _converted("bf16-e5m2-tp2-tp1-block64-128", prefill=TP2, decode={**E5M2, **_blocks(128)}),
     Case("prefix-hits", **PREFIXES),
     Case("prefix-hits-block64-128", prefill=_blocks(64), decode=_blocks(128), **PREFIXES),
     Case("prefix-hits-block128-32", prefill=_blocks(128), decode=_blocks(32), **PREFIXES),

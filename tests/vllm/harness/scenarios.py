@@ -3,6 +3,7 @@
 import time
 from itertools import product
 
+from tests.vllm.harness.digests import difference, merged
 from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
 from tests.vllm.harness.pair import prompt_of
 from tests.vllm.harness.report import becomes
@@ -16,6 +17,24 @@ def tokens(pair, outcome):
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
         _compare(pair, outcome, f"{length} tokens", prompt, pair.alone(prompt))
+
+
+def converted(pair, outcome):
+    """Engines whose caches have other types: the decode engine gets the bytes that its own kernel stores for the same
+    prompt, and the same tokens. That holds for a model of one layer, whose K and V come from no cache; further layers
+    see what a cache of the other type has rounded.
+    """
+    for length in LENGTHS:
+        prompt = pair.clear_prompt(length)
+        own = pair.decode.ask(prompt)
+        expected = merged(pair.decode.call("digests", own.block_ids, 0, length - 1))
+        pair.decode.forget()
+        answer = pair.decode.ask(prompt, pair.prefilled(prompt))
+        found = merged(pair.decode.call("digests", answer.block_ids, 0, length - 1))
+        outcome.compare_bytes(f"{length} tokens", difference(expected, found))
+        outcome.compare(f"{length} tokens", answer, own.tokens)
+        outcome.check(f"{length} tokens: computed", answer.computed_tokens in {0, 1}, True)
+        pair.decode.forget()
 
 
 def _compare(pair, outcome, what, prompt, expected, *, cached=0):
