@@ -2,6 +2,8 @@
 #
 #   setup_sglang   SGLang on the CPU and kvconnector
 #   setup_peers    setup_sglang, and NIXL and Mooncake, for comparisons
+#   setup_release VERSION   after setup_sglang: another release of SGLang, whole, first on PYTHONPATH; what it needs stays that of
+#                           the release in the list
 #   setup_sources VERSION   the tests' own environment, and SGLang's Python sources in $SGLANG_SOURCES: seconds, 50 MB
 #   known_versions          the releases of SGLang that the backend knows, for setup_sources
 #
@@ -43,6 +45,15 @@ setup_peers() {
   _kvc_has_stamp peers && return
   _kvc_pip --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 &&
     mkdir -p "$links" && ln -sf "$nixl"/libibverbs-*.so.1* "$links/libibverbs.so.1" && _kvc_stamp peers
+}
+
+setup_release() {
+  local folder="$KVC_VENV/sglang-$1"
+  [ -d "$folder" ] || {
+    rm -rf "$folder.part"
+    python -m pip install -q --no-deps --no-compile --only-binary=:all: --target "$folder.part" "sglang==$1" && mv "$folder.part" "$folder" || return 1
+  }
+  export PYTHONPATH="$folder:$PYTHONPATH"
 }
 
 known_versions() { sed -n 's/^KNOWN_VERSIONS = (\(.*\))$/\1/p' "$KVC_ROOT/kvconnector/integrations/sglang/__init__.py" | tr -d '",'; }

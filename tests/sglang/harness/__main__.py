@@ -101,6 +101,8 @@ def run_case(case, folder, alone, backend):
         model = model_of(folder, **case.model)
         common = case.prefill.items() & case.decode.items()
         one = tuple(each for each in sorted(common) if each[0] == "disable-radix-cache")
+        if case.model.get("window"):  # what it computes does not depend on a pool of windows
+            one += (("disable-hybrid-swa-memory", True),)
         pair = Pair(case, model, place, alone.of(model, one), backend)
         started = time.monotonic()
         pair.wait_until_ready()

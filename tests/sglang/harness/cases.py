@@ -33,14 +33,19 @@ def _page(size):
 RADIX = {"disaggregation-decode-enable-radix-cache": True}
 TP2 = {"tp": 2}
 PP2 = {"pp-size": 2}
+CP2 = {"tp": 2, "attn-cp-size": 2, "enable-prefill-cp": True, "cp-strategy": "zigzag"}
 GQA1 = {"kv_heads": 1}
 WINDOW = {"window": 64}
 MLA = {"kind": "mla"}
+MLA_MOE = {"kind": "mla-moe"}
 STATES = {"kind": "states"}
 UNCACHED = {"disable-radix-cache": True}
 SMALL = {"max-total-tokens": 480, "num-reserved-decode-tokens": 16}  # for one answer of 200
 ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
 """For one prompt of 300 tokens."""
+FEW = {"max-total-tokens": 1200}
+"""For a few prompts: what is cached makes room for new ones."""
+METRICS = {"enable-metrics": True}
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
 DPA2 = {"tp": 2, "dp-size": 2, "enable-dp-attention": True, "enable-dp-lm-head": True}
@@ -71,6 +76,7 @@ DATA_PARALLEL = (
     _attention("dpa2-robin-dpa2", prefill=DPA2 | ROBIN, decode=DPA2),
     _attention("dpa2-total-tp1", prefill=DPA2 | TOTAL),
     _attention("dpa2-total-dpa2", prefill=DPA2 | TOTAL, decode=DPA2),
+    _ours("dpa2-moe", s.crowd, model=MLA_MOE, prefill=DPA2, decode=DPA2),
     _attention("dpa2-named-tp1", s.named, prefill=DPA2),
     _attention("dpa2-against-room", s.against_room, environment=s.SOON, prefill=DPA2),
     _attention("dpa2-robin-late-prefill", s.late_prefill, prefill=DPA2 | ROBIN),
@@ -120,6 +126,8 @@ CASES = (
     Case("gqa1-tp1-tp2", decode=TP2, model=GQA1),
     Case("pp2-pp1", prefill=PP2),
     _ours("pp1-pp2", decode=PP2),
+    _attention("cp2-tp1", s.split_prompts, prefill=CP2),
+    _attention("cp2-tp2", s.split_prompts, prefill=CP2, decode=TP2),
     _ours("packed", environment=PACKED),
     _ours("packed-page16-64", decode=_page(64), environment=PACKED),
     Case("window", model=WINDOW),
@@ -131,12 +139,23 @@ CASES = (
     _ours("states-tp2-tp1", model=STATES, prefill=UNCACHED | TP2, decode=UNCACHED),
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
+    _ours("window-hits", s.window_hits, model=WINDOW, decode=RADIX),
+    _ours(
+        "window-hits-page32-64",
+        s.window_hits,
+        model=WINDOW,
+        prefill=_page(32),
+        decode=RADIX | _page(64),
+    ),
+    _ours("window-hits-tp1-tp2", s.window_hits, model=WINDOW, decode=RADIX | TP2),
+    _ours("window-hits-evicted", s.window_hits, model=WINDOW, decode=RADIX | FEW),
     Case("crowd", s.crowd, is_quick=True),
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
     _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
     _ours("recomputed", s.recomputed),
     _ours("recomputed-tp2", s.recomputed, decode=TP2),
+    _ours("metrics", s.metrics, prefill=METRICS | TP2, decode=METRICS),
     Case("logprobs", s.logprobs),
     Case("times", s.times),
     _lost("abort", s.abort),

@@ -6,6 +6,7 @@ file per room and rank. SGLang's pages do not matter here: its table of a reques
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -21,13 +22,14 @@ STATE_PARTS = ((512, 64, 64), (16,))
 
 def dump_into(folder):
     """Hook the engine that will run in this process."""
-    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
     _before(
         SchedulerDisaggregationPrefillMixin, "send_kv_chunk", functools.partial(_on_send, folder)
     )
     _before(DecodeTransferQueue, "_commit_transfer_to_req", functools.partial(_on_commit, folder))
+    _before(DecodePreallocQueue, "_send_kv_metadata", _log_hit)
 
 
 def _before(owner, name, hook):
@@ -39,6 +41,11 @@ def _before(owner, name, hook):
         return original(self, *arguments, **options)
 
     setattr(owner, name, call)
+
+
+def _log_hit(*_, decode_prefix_len=0, **__):
+    sys.stdout.write(f"cached prefix: {decode_prefix_len or 0}\n")
+    sys.stdout.flush()
 
 
 def _on_send(folder, scheduler, req, last_chunk=False, end_idx=None):
@@ -57,10 +64,8 @@ def _dump(folder, scheduler, req, side):
         return
     parallel = get_parallel()
     found = Digests(scheduler, req, parallel.attn_tp_rank, parallel.attn_tp_size).of_request()
-    place = (
-        Path(folder)
-        / f"{req.bootstrap_room}.{side}.{parallel.pp_rank}.{parallel.attn_tp_rank}.dump"
-    )
+    rank = f"{parallel.pp_rank}.{parallel.attn_cp_rank}.{parallel.attn_tp_rank}"
+    place = Path(folder) / f"{req.bootstrap_room}.{side}.{rank}.dump"
     part = place.with_suffix(f".{os.getpid()}.part")
     part.write_bytes(msgspec.msgpack.encode([(*key, tokens) for key, tokens in found.items()]))
     part.rename(place)

@@ -118,6 +118,13 @@ class Request:
         """Wait for the HTTP status only."""
         return self._response(timeout_s)[0]
 
+    def text(self):
+        """Wait for the answer's text. Raises NoAnswerError: its status is not 200, or there is none."""
+        status, text = self._response(ANSWER_TIMEOUT_S)
+        if status != OK:
+            raise NoAnswerError(f"status {status}: {text[:200]}")
+        return text
+
     def _response(self, timeout_s):
         with closing(self._connection) as connection:
             connection.sock.settimeout(timeout_s)

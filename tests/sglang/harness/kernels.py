@@ -2,6 +2,9 @@
 run on any CPU. All engines that a case compares use the same ones.
 """
 
+import functools
+import sys
+from collections import defaultdict
 from itertools import pairwise
 
 import torch
@@ -13,6 +16,7 @@ UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cp
 
 def stand_in():
     """Put them into SGLang's modules, before the engine starts."""
+    from sglang.srt.arg_groups import overrides
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -25,12 +29,111 @@ def stand_in():
 
     # data-parallel attention pads idle and short batches, and asks for a length of what it adds
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+    from sglang.srt.mem_cache.allocator import paged
+
+    if not hasattr(paged, "alloc_decode_naive"):
+        _allocate_plainly(paged)
+    # SGLang keeps Gemma 3's windows in the pool of all other layers, although it has a pool for windows
+    overrides._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        run = getattr(TorchNativeAttnBackend, name)
+        setattr(TorchNativeAttnBackend, name, _through_windows(run))
+    TorchNativeAttnBackend.forward_extend = _split_prompts(TorchNativeAttnBackend.forward_extend)
+    if not torch.cuda.is_available():  # asked for with context parallelism, and not used
+        torch.cuda.current_stream = lambda *_: None
     for name in UNUSED_OPS:
         setattr(torch.ops.sgl_kernel, name, None)
     mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = convolve_prompts
     mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = convolve_tokens
     mamba.mamba_chunk_scan_combined = scan_prompts
     mamba.selective_state_update = scan_tokens
+
+
+def _allocate_plainly(paged):
+    """Replace the kernels that allocate pages: SGLang 0.5.21 has them in Triton alone."""
+
+    def extend(*arguments):
+        *lengths, free_pages, out, _, page_size = arguments
+        pages = free_pages if len(free_pages) else free_pages.new_zeros(1)  # it then takes none
+        paged.alloc_extend_naive(*lengths, pages, out, page_size, "cpu")
+
+    def decode(seq_lens, last_loc, free_pages, out, _, page_size):
+        out.copy_(last_loc + 1)
+        begins = ((seq_lens - 1) % page_size == 0).nonzero().flatten()
+        for number, request in enumerate(begins[: len(free_pages)].tolist()):
+            out[request] = free_pages[number] * page_size
+
+    # they are called as kernel[grid](...)
+    paged.alloc_extend_kernel = defaultdict(lambda: extend)
+    paged.alloc_decode_kernel = defaultdict(lambda: decode)
+
+
+def _through_windows(run):
+    """Return a method of torch's attention that reads windows where it writes them: in their own pool."""
+
+    @functools.wraps(run)
+    def call(backend, *arguments, **options):
+        *tensors, rows, requests, lengths = arguments[:7]
+        if backend.use_sliding_window_kv_pool and options["sliding_window_size"] is not None:
+            rows = backend.token_to_kv_pool.translate_loc_from_full_to_swa(rows[requests].long())
+            requests = torch.arange(len(requests))
+        return run(backend, *tensors, rows, requests, lengths, *arguments[7:], **options)
+
+    return call
+
+
+@functools.cache
+def _say_once(text):
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _split_prompts(whole):
+    """Return an attention backend's method for prompts that also has prefill context parallelism, which SGLang has for
+    GPUs' backends: a rank computes its share of the queries against all keys, which it gathers and stores.
+    """
+
+    @functools.wraps(whole)
+    def forward_extend(backend, *arguments, **options):
+        from sglang.srt.layers.cp.base import get_cp_strategy
+        from sglang.srt.layers.cp.utils import is_cp_active
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        q, k, v, layer, batch = arguments[:5]
+        if not is_cp_active(batch):
+            return whole(backend, *arguments, **options)
+        _say_once("prompts are split among ranks")
+        strategy, pool = get_cp_strategy(), backend.token_to_kv_pool
+        k, v = (
+            strategy.gather_kv_cache(each.reshape(-1, layer.tp_k_head_num, dim), batch)
+            for each, dim in ((k, layer.qk_head_dim), (v, layer.v_head_dim))
+        )
+        pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
+        rows = backend.req_to_token_pool.req_to_token
+        caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+        def attend(queries, bounds, lengths, _):
+            """The queries of each prompt are the last ones of so many tokens."""
+            out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
+            for number, (start, stop) in enumerate(pairwise(bounds.tolist())):
+                length = int(lengths[number])
+                tokens = rows[batch.req_pool_indices[number], :length].long()
+                positions = torch.arange(length - stop + start, length)
+                mask = torch.arange(length) <= positions.unsqueeze(1)
+                found = functional.scaled_dot_product_attention(
+                    queries[start:stop].movedim(0, 1),
+                    *(cache[tokens].movedim(0, 1) for cache in caches),
+                    attn_mask=mask,
+                    scale=layer.scaling,
+                    enable_gqa=True,
+                )
+                out[start:stop] = found.movedim(1, 0)
+            return out
+
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return strategy.run_attention(queries, batch, backend.device, attend).flatten(1)
+
+    return forward_extend
 
 
 def convolve_prompts(

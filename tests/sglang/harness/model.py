@@ -6,16 +6,18 @@ from tests.vllm.harness.model import make_model
 
 
 def model_of(folder, *, kind="llama", kv_heads=4, window=0):
-    """Make a model of `kind` "llama", "mla", "states" or with a `window`, once."""
-    layers = 2 if kind == "mla" else 4
+    """Make a model of `kind` "llama", "mla", "mla-moe", "states" or with a `window`, once."""
+    layers = 2 if kind.startswith("mla") else 4
     path = make_model(folder, kind=kind, kv_heads=kv_heads, layers=layers, window=window)
-    if kind == "mla":
+    if kind == "mla-moe":
+        _change(path, scoring_func="softmax")
+    if kind.startswith("mla"):
         # DeepSeek's only rotary embedding that SGLang computes on a CPU
         rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0}
         rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
         _change(path, rope_parameters=rope, rope_scaling=rope, moe_layer_freq=1)
     if window:
-        # SGLang on a CPU keeps such layers in the pool of all others, whatever the model says
+        # so that its windows have a pool of their own: see kernels.py
         _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))
     return path
 

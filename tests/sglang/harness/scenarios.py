@@ -1,20 +1,27 @@
 """The scenarios of the cases: each drives a pair of engines."""
 
+import json
+import re
 import secrets
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
+from tests.sglang.harness.engine import Request
 from tests.support.keys import keyed_controls
 from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 16, 64, 79, 130, 500)
 """Prompt lengths: less than a page, a page, a chunk, a chunk and less than one more page, several chunks."""
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SETTLE_S = 0.3
 PROMPT_S = 5.0
 QUIET_S = 3.0
@@ -49,6 +56,53 @@ def prefix_hits(pair, outcome):
     pair.ask(outcome, "in the prefill engine's cache alone", prompt + prompt_of(20, seed=5))
 
 
+def window_hits(pair, outcome):
+    """Prompts with common beginnings longer than the window get the right tokens, whichever slots of the window the
+    engines' trees have kept: those of a prompt's end, of a turn's answer, or none where the beginnings part.
+    """
+    base = prompt_of(300, seed=70)
+    pair.ask(outcome, "first", base)
+    pair.ask(outcome, "the same again", base)
+    pair.ask(outcome, "longer", base + prompt_of(70, seed=71))
+    # where these end, or part from it, the decode engine never had the window
+    for count in (250, 160, 97):
+        _ask_for_tokens(pair, outcome, base[:count])
+        _ask_for_tokens(pair, outcome, base[:count] + prompt_of(30, seed=count))
+    # answers longer than the window: its first tokens have left it when they are cached
+    turn = base[:200] + prompt_of(20, seed=72)
+    for number in range(3):
+        (answer,) = _ask_for_tokens(pair, outcome, turn, max_tokens=150)
+        _ask_for_tokens(pair, outcome, turn + answer[:40])
+        turn = turn + answer + prompt_of(9, seed=73 + number)
+    pair.prefill.is_idle()
+    _ask_for_tokens(pair, outcome, base + prompt_of(30, seed=76))
+    pair.decode.is_idle()
+    _ask_for_tokens(pair, outcome, base + prompt_of(20, seed=77))
+    # many at once, so that slots are evicted and taken again
+    starts = [base[: 100 + 50 * number] for number in range(4)] * 2
+    prompts = [start + prompt_of(40, seed=80 + at) for at, start in enumerate(starts)]
+    _ask_for_tokens(pair, outcome, *prompts, max_tokens=80)
+    hits = [int(count) for count in re.findall(r"cached prefix: (\d+)", pair.decode.log_text())]
+    outcome.figures["cached tokens"] = sum(hits)
+    outcome.check("the decode engine had cached beginnings", sum(map(bool, hits)) > 5)
+    outcome.check("windows have a pool", "hybrid_swa=True" in pair.decode.log_text())
+    pair.check_idle(outcome)
+
+
+def _ask_for_tokens(pair, outcome, *prompts, **options):
+    """Ask for prompts at once, and compare tokens alone: what the decode engine has cached it may have computed itself,
+    in steps of other lengths, which differ in the last bits. Returns the right tokens of each.
+    """
+    expected = [pair.alone(prompt, **options) for prompt in prompts]
+    asked = [pair.submit(prompt, **options) for prompt in prompts]
+    for each, right in zip(asked, expected, strict=True):
+        answer = each.decode.answer()
+        what = f"{len(each.prompt)} tokens, {options}"
+        outcome.check(what, [answer.error, each.prefill.answer().error], ["", ""])
+        outcome.compare(what, answer, right)
+    return expected
+
+
 def crowd(pair, outcome):
     """More requests at once than an engine runs get the right tokens."""
     prompts = [prompt_of(40 + 37 * number, seed=6) for number in range(8)]
@@ -57,6 +111,43 @@ def crowd(pair, outcome):
     for each, right in zip(asked, expected, strict=True):
         pair.compare(outcome, f"{len(each.prompt)} tokens", each, right)
     pair.check_idle(outcome)
+
+
+def split_prompts(pair, outcome):
+    """The ranks of a prefill engine with context parallelism compute a part of each prompt, and have all of it."""
+    crowd(pair, outcome)
+    is_split = "prompts are split among ranks" in pair.prefill.log_text()
+    outcome.check("the ranks split prompts", is_split)
+
+
+def metrics(pair, outcome):
+    """Both engines' metrics, `kvconnector top` and the dashboard's queries show what was transferred."""
+    crowd(pair, outcome)
+    urls = [f"http://127.0.0.1:{engine.port}" for engine in (pair.prefill, pair.decode)]
+    command = [sys.executable, "-m", "kvconnector.cli", "top", "--count", "2", "--interval", "0.5"]
+    shown = subprocess.run([*command, "--json", *urls], capture_output=True, text=True, check=False)
+    outcome.check(f"top: {shown.stderr}", shown.returncode, 0)
+    looks = [json.loads(line) for line in shown.stdout.splitlines()]
+    outcome.check("looks", len(looks), 2)
+    prefill, decode = looks[-1].values()
+    outcome.check("the prefill engine", [*prefill], [f"sglang-prefill-{pair.bootstrap_port}"])
+    (loads,) = decode.values()
+    outcome.check("loads", sum(loads["loads"].values()), outcome.prompts)
+    outcome.check("bytes", loads["nbytes"] > 0)
+    for name, engine in (prefill | decode).items():
+        idle = {"in_flight": 0, "held": 0, "expired": 0}
+        outcome.check(name, {each: engine[each] for each in idle}, idle)
+        outcome.check(f"failures of {name}", sum(engine["failures"].values()), 0)
+    table = subprocess.run([*command, *urls], capture_output=True, text=True, check=False).stdout
+    outcome.check("top names the engines", all(name in table for name in prefill | decode))
+    pages = "".join(
+        Request(engine.port, "/metrics").text() for engine in (pair.prefill, pair.decode)
+    )
+    dashboard = (EXAMPLES / "monitoring/dashboard.json").read_text()
+    asked = {*re.findall(r"(?<!:)\bkvconnector_\w+", dashboard)}
+    outcome.check(
+        "the dashboard asks for", [each for each in sorted(asked) if each not in pages], []
+    )
 
 
 def retraction(pair, outcome):
@@ -379,6 +470,7 @@ def keys(pair, outcome):
 
 def _check_failed(outcome, what, answer, log, *errors):
     """Complain unless `answer` has an error and `log` the advice of one of `errors`: SGLang logs no names."""
+    outcome.checks += 1
     if not answer.error:
         outcome.complaints.append(f"{what}: answered {answer.tokens} instead of an error")
     if errors and not any(error.remedy in log for error in errors):
