@@ -82,6 +82,21 @@ def test_a_prompt_below_a_page_that_is_computed_before_it_is_wanted(pair):
     pair.check(DECODE_PAGES, 3)
 
 
+def test_each_pass_shows_what_is_held_though_nothing_has_ended():
+    with closing(Pair(Model())) as pair:
+        (rank,), held = pair.prefill.ranks, []
+        rank.stats.set_gauges = lambda: held.append(len(rank.held))
+        sent = pair.send(80)
+        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        for _ in range(2):
+            sent[0].poll()
+        assert held[-1] == 1
+        wanted = pair.want(80)
+        pair.load(wanted, DECODE_PAGES, 3)
+        pair.until_over(*sent, *wanted)
+        assert held[-1] == 0
+
+
 @pytest.mark.parametrize("asleep", ["prefill", "decode"])
 def test_a_request_that_comes_while_an_engine_has_no_memory_is_served_afterwards(asleep):
     with closing(Pair(Model())) as pair:
