@@ -31,6 +31,10 @@ Keeps = Literal["all", "window", "chunk", "encoder", "state"]
 """`kvconnector.planning.Keeps`, which the releases that a soak runs do not all have."""
 MAX_COUNT = (1 << 31) - 1
 """The largest number of heads, or of a head's elements, that a message carries."""
+CONVERTIBLE = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""`kvconnector.topology.geometry.ELEMENTS`, which the releases that a soak runs do not all have."""
+NUMBERS = ("k", "v", "latent")
+"""Names of parts whose elements are numbers of the cache's type."""
 AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
@@ -258,7 +262,9 @@ MODELS = {
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine's parallelism, block size and layout.
 
-    `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time.
+    `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time. `dtype` is
+    the type of K and V, or of a latent, if they are numbers that may be converted (docs/conversion.md), with scales of
+    1 in fp8; left out, it is the model's, and they are taken for bytes.
     """
 
     tp: AtLeastOne = 1
@@ -267,11 +273,16 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layout: Layout = "NHD"
     dcp: AtLeastOne = 1
     interleave: AtLeastOne = 1
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         if self.tp * self.pp > MAX_RANKS:
             raise ConfigError(
                 "an engine has too many ranks", tp=self.tp, pp=self.pp, max_ranks=MAX_RANKS
+            )
+        if self.dtype and self.dtype not in CONVERTIBLE:
+            raise ConfigError(
+                "elements of this type are not converted", dtype=self.dtype, known=[*CONVERTIBLE]
             )
         if self.tp % self.dcp or self.block % self.interleave:
             raise ConfigError(
@@ -284,12 +295,14 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
-        """Parse "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of it left out; tp is then dcp. Raises
-        ConfigError: another name, a value below 1, an unknown layout, or sizes that do not fit.
+        """Parse "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=bfloat16", any of it left out; tp is then dcp.
+        Raises ConfigError: another name, a value below 1, an unknown layout or type, or sizes that do not fit.
         """
         pieces = [piece.partition("=") for piece in text.replace(" ", "").split(",") if piece]
         try:
-            fields = {name: value.upper() for name, _, value in pieces}
+            fields = {
+                name: value if name == "dtype" else value.upper() for name, _, value in pieces
+            }
             if len(fields) < len(pieces):
                 raise ValueError("a name is there twice")
             if not all(fields.values()):
@@ -297,13 +310,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return msgspec.convert({"tp": fields.get("dcp", 1), **fields}, cls, strict=False)
         except ValueError as error:
             raise ConfigError(
-                f"an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8: {error}",
+                "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=bfloat16:"
+                f" {error}",
                 given=text,
             ) from error
 
     def __str__(self) -> str:
         shared = f" dcp{self.dcp} interleave {self.interleave}" if self.dcp > 1 else ""
-        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}{shared}"
+        dtype = f" {self.dtype}" if self.dtype else ""
+        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}{dtype}{shared}"
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -332,6 +347,12 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
     """Return the caches of one rank of such an engine. Raises GeometryError: fewer layers than pipeline stages."""
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
+    if shape.dtype and model.dtype not in CONVERTIBLE:
+        raise ConfigError(
+            "the caches of this model are bytes of several kinds, which are not converted",
+            model=model.name,
+            dtype=shape.dtype,
+        )
     groups = tuple(_group_geometry(shape, rank, stage, group) for group in model.layer_groups)
     return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=groups)
 
@@ -357,7 +378,11 @@ def _group_geometry(
         )
         counts = {"2": len(group.parts), "H": len(heads), "N": block_size, "D": head_dim}
         flat = {axis for axis, count in counts.items() if count == 1}
+        typed = {}  # a soak's other release may not know more
+        if shape.dtype and name in NUMBERS:
+            item_size_bytes, typed = CONVERTIBLE[shape.dtype], {"element": shape.dtype}
         return PartGeometry(
+            **typed,
             name=name,
             total_heads=total_heads,
             head_start=heads.start,
@@ -375,6 +400,9 @@ def _group_geometry(
         dcp_rank=rank.tp_rank % dcp_size,
         interleave_tokens=shape.interleave // group.row_tokens if dcp_size > 1 else 1,
     )
+    if shape.dtype.startswith("float8"):
+        scales = ((1.0,),) * len(group.parts)
+        geometry = msgspec.structs.replace(geometry, scales=(scales,) * len(geometry.layers))
     # a soak's other release may not know more
     return (
         geometry
@@ -383,12 +411,22 @@ def _group_geometry(
     )
 
 
+def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
+    """Return engines that all state the type of their elements if one of them does, the model's where they do not."""
+    if model.dtype not in CONVERTIBLE or not any(shape.dtype for shape in shapes):
+        return [*shapes]
+    return [msgspec.structs.replace(each, dtype=each.dtype or model.dtype) for each in shapes]
+
+
 def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> EngineGeometry:
     """Return the caches of all ranks of such an engine. Raises as `rank_geometry`."""
+    description = model.description()
+    if shape.dtype:
+        description = msgspec.structs.replace(description, dtype=shape.dtype)
     return EngineGeometry(
         engine_id=engine_id,
         tp_size=shape.tp,
         pp_size=shape.pp,
-        model=model.description(),
+        model=description,
         ranks=tuple(rank_geometry(model, shape, rank) for rank in shape.ranks),
     )

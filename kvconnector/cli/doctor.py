@@ -75,7 +75,9 @@ text_option = partial(click.option, default="", show_default=False)
     help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json.",
 )
 @text_option("--dtype", help="With --model: the caches' element type.")
-@text_option("--decode", help="With --model: this engine's shape, as in `plan`: tp=2,block=64.")
+@text_option(
+    "--decode", help="With --model: this engine's shape, as in `plan`: tp=2,dtype=bfloat16."
+)
 @text_option("--name", help="With --model: what this engine calls it; left out, names may differ.")
 @click.option(
     "--params",

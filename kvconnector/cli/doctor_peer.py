@@ -25,6 +25,7 @@ from kvconnector.errors import (
 from kvconnector.integrations.sglang.registry import Asker, route_of
 from kvconnector.runtime.params import TransferParams, has_secret, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
+from kvconnector.topology.conversion import numbers_differ, obstacle
 from kvconnector.wire import messages as m
 
 MAX_ENGINES = 64
@@ -198,6 +199,9 @@ def _differences(
                 yield Finding(name.replace("_", " "), "FAIL", f"{here} here, {there} there")
             elif name not in ("engine", "peer"):
                 yield Finding("tokens", "FAIL", f"{error.message}: {name} {values}")
+        for index in range(ours.num_common(theirs)):
+            if numbers_differ(ours, theirs, index) and (why := obstacle(ours, theirs, index)):
+                yield Finding("conversion", "FAIL", why)
         return
     if local is None:
         text = f"verify={config.verify} on both sides; give --model to compare caches"

@@ -13,7 +13,14 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from kvconnector.bench.shapes import MODELS, EngineShape, LayerGroup, ModelShape, engine_geometry
+from kvconnector.bench.shapes import (
+    MODELS,
+    EngineShape,
+    LayerGroup,
+    ModelShape,
+    engine_geometry,
+    with_types,
+)
 from kvconnector.bench.sizes import format_bytes, parse_bytes
 from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli.console import (
@@ -73,8 +80,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
-    `summary` has the comparison in words. `predicted_ms` is a lower bound: the time of the busiest rank's link at
-    `link_gbits`.
+    `summary` has the comparison in words. `total_bytes` are those of packed reads, which send the narrower of both
+    types, `direct_bytes` those that direct reads take out of the prefill engine's caches. `predicted_ms` is a lower
+    bound: the time of the busiest rank's link at `link_gbits`.
     """
 
     model: ModelShape
@@ -87,6 +95,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     consumers: list[RankRow]
     released: dict[str, list[str]]
     total_bytes: int
+    direct_bytes: int
     summary: str
     comparison: Comparison
     link_gbits: float | None = None
@@ -119,7 +128,10 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     "--prefill", **SHAPE, default="tp=1,pp=1,block=16", help="Producer: tp=2,dcp=2,interleave=8."
 )
 @click.option(
-    "--decode", **SHAPE, default="tp=1,pp=1,block=16", help="Consumer: tp=1,pp=2,block=64."
+    "--decode",
+    **SHAPE,
+    default="tp=1,pp=1,block=16",
+    help="Consumer: tp=1,block=64,dtype=float8_e4m3fn.",
 )
 @click.option("--model", help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.")
 @click.option("--layers", "num_layers", type=int, help="Layers of the model.")
@@ -166,6 +178,7 @@ def plan(
     if mla:
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     shape = _asked_model(model, asked)
+    prefill, decode = with_types(shape, prefill, decode)
     report = build_report(
         shape,
         prefill,
@@ -229,7 +242,7 @@ def build_report(
     ranges = model.ranges(tokens)
     groups = model.layer_groups
     reads: list[ReadRow] = []
-    released, connections = {}, 0
+    released, connections, direct_bytes = {}, 0, 0
     for rank in decode.ranks:
         # two engines without names: ranks read the replicas from the first on
         topology = TpKVTopology(consumer, rank, rotation=0)
@@ -239,6 +252,7 @@ def build_report(
         name = str(rank)
         for read in planned:
             reads += _rows(name, read, ranges, groups)
+            direct_bytes += _direct_bytes(read, producer)
         released[name] = [str(each) for each in topology.holders(producer)]
     producers = _rank_rows(producer, reads, "producer")
     consumers = _rank_rows(consumer, reads, "consumer")
@@ -254,6 +268,7 @@ def build_report(
         consumers=consumers,
         released=released,
         total_bytes=sum(read.bytes for read in reads),
+        direct_bytes=direct_bytes,
         summary=first.describe(producer),
         comparison=Comparison(
             ratios={
@@ -268,6 +283,16 @@ def build_report(
         link_gbits=link_gbits,
         predicted_ms=busiest * 8 / link_gbits / 1e6 if link_gbits else None,
     )
+
+
+def _direct_bytes(read: SourceRead, producer: EngineGeometry) -> int:
+    """Return the bytes of a read's elements as the producer stores them."""
+    groups = producer.rank_geometry(read.source).groups
+    stored = [groups[each.group].families[each.family].head_token_bytes for each in read.segments]
+    sent = [each.head_token_bytes for each in read.segments]
+    of_chunk = read.chunks["segment"]
+    # exact: a chunk has whole tokens of heads
+    return int((read.chunk_nbytes // np.array(sent)[of_chunk] * np.array(stored)[of_chunk]).sum())
 
 
 def _rank_rows(
@@ -370,9 +395,13 @@ def _print(report: PlanReport) -> None:
             format_bytes(row.bytes),
         )
     console.print(Fitted(table))
+    direct = ""
+    if report.direct_bytes != report.total_bytes:
+        dtype = report.prefill.dtype
+        direct = f" where reads are packed; direct reads take {format_bytes(report.direct_bytes)} of {dtype}"
     console.print(
         f"{format_bytes(report.total_bytes)} in {sum(row.chunks for row in report.reads)} chunks"
-        f" of at most {format_bytes(report.chunk_bytes)}"
+        f" of at most {format_bytes(report.chunk_bytes)}{direct}"
         + (f"; {report.prediction}" if report.prediction else "")
     )
 

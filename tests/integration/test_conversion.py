@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import math
 import mmap
 
@@ -10,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 import kvconnector as kvc
+from kvconnector.cli import main
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.launches import Launches
 from kvconnector.errors import GeometryError
@@ -343,6 +345,34 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(start, changes, rea
     load(p, d, list(range(8)), list(range(8)))
     (error,) = d.failed.values()
     assert reason in error
+
+
+@pytest.mark.parametrize(
+    "dtype, settings, expected",
+    [
+        ("dtype=float8_e5m2", {}, "ok: bfloat16 there, float8_e5m2 here: converted on the way"),
+        ("dtype=float16", {}, "FAIL: float16 and bfloat16 are not converted"),
+        ("dtype=float8_e5m2", {"KVCONNECTOR_CONVERT": "never"}, "FAIL: convert=never in here"),
+        ("block=16", {}, "ok: blocks are copied"),
+    ],
+)
+def test_the_doctor_says_what_is_converted_and_why_not(
+    *, start, dtype, settings, expected, tmp_path, monkeypatch, capsys
+):
+    p = start("p", "producer", BF16, block=16, nhd=True)
+    p.step()
+    sizes = {"hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "torch_dtype": "bfloat16"}
+    layers = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "m", **sizes, **layers}))
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    peer = ["--peer", p.scheduler.address.removeprefix("tcp://")]
+    model = ["--model", str(tmp_path / "config.json"), "--name", "m@1", "--decode", dtype]
+    main(["doctor", "--json", *peer, *model])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    said = [f"{each['verdict']}: {each['text']}" for each in found]
+    verdict, _, text = expected.partition(": ")
+    assert any(each.startswith(verdict) and text in each for each in said), said
 
 
 def test_both_halves_know_the_same_rules():

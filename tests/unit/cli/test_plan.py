@@ -261,3 +261,38 @@ def test_replicas_are_read_rank_by_rank_and_connections_counted_once_for_a_pair(
     assert (
         planned(capsys, "--prefill", "pp=2", "--decode", "pp=2")["comparison"]["connections"] == 2
     )
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-r1"])
+def test_two_types_are_planned_with_what_is_converted_and_the_bytes_of_the_narrower_one(
+    capsys, model
+):
+    sizes = ["--model", model, "--tokens", "1000"]
+    plain = planned(capsys, *sizes)
+    assert plain["direct_bytes"] == plain["total_bytes"]
+    bf16, fp8 = "dtype=bfloat16", "dtype=float8_e4m3fn"
+    for prefill, decode in (("block=16", fp8), (bf16, fp8), (fp8, "block=64")):
+        found = planned(capsys, *sizes, "--prefill", prefill, "--decode", decode)
+        assert found["total_bytes"] * 2 == plain["total_bytes"]
+        wide = prefill != fp8
+        assert found["direct_bytes"] == plain["total_bytes"] // (1 if wide else 2)
+        there, here = ("bfloat16", "float8_e4m3fn") if wide else ("float8_e4m3fn", "bfloat16")
+        assert f"{there} there, {here} here: converted on the way" in found["summary"]
+    same = planned(capsys, *sizes, "--prefill", fp8, "--decode", fp8)
+    assert same["direct_bytes"] == same["total_bytes"] == plain["total_bytes"] // 2
+    assert "converted" not in same["summary"]
+    assert main(["plan", *sizes, "--decode", fp8]) == 0
+    assert "where reads are packed; direct reads take" in " ".join(capsys.readouterr().out.split())
+
+
+def test_types_that_are_not_converted_are_refused(capsys):
+    for arguments, words in (
+        (["--decode", "dtype=int8"], "elements of this type are not converted"),
+        (["--model", "deepseek-v3.2", "--decode", "dtype=bfloat16"], "bytes of several kinds"),
+        (
+            ["--prefill", "dtype=bfloat16", "--decode", "dtype=float16"],
+            "are not converted, since neither is fp8",
+        ),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
