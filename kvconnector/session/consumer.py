@@ -546,7 +546,12 @@ class ConsumerSession:
             self._engines.end_transfer(load.engine.name, load.abort(), now)
 
     def _stop_or_lose(self, read: RankRead, now: float) -> None:
-        """Stop a read. If its peer cannot be asked to stop sending, give up the peer."""
+        """Stop a read. If its peer cannot be asked to stop sending, give up the peer. If that is done already, only the
+        worker is left to end: the read's blocks may still be written.
+        """
+        if read.is_peer_over:
+            self._reads.stop(read, now)
+            return
         guarded(partial(self._give_up_peer, read, now), self._reads.stop, read, now)
 
     def _give_up_peer(self, read: RankRead, now: float, error: Exception) -> None:

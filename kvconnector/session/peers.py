@@ -226,8 +226,12 @@ class Peers:
         guarded(partial(self.contain, event.link, now), self._of_link, event, now)
 
     def contain(self, link: Link, now: float, error: Exception) -> None:
-        """Give up a consumer worker after an unexpected exception, whatever that left half done."""
+        """Note an unexpected exception, and give up the consumer worker whose handling raised it."""
         self._engine.note_contained(f"link {link.number}", error)
+        self.give_up(link, now, error)
+
+    def give_up(self, link: Link, now: float, error: Exception) -> None:
+        """Give up a consumer worker, whatever an unexpected exception left half done."""
         peer = _peer_at(link)
         if peer is not None:
             peer.force(_S.LOST, now)

@@ -570,9 +570,10 @@ class ProducerSession:
 
     def _lose_followers(self, lease: Lease, now: float, error: Exception) -> None:
         """Give up the followers of a prompt that cannot be told of its end: they would wait for it."""
+        self._engine.note_contained(f"the followers of request {lease.request_id}", error)
         for link in lease.followers:
             if self._peers.ready(link) is not None:
-                self._peers.contain(link, now, error)
+                self._peers.give_up(link, now, error)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         GrowRequest: _granted,

@@ -1,8 +1,16 @@
-"""An unexpected exception in a session ends one request or one link. All others end as if nothing had been."""
+"""An unexpected exception in a session ends one request or one link. All others end as if nothing had been.
 
+What raises is every event that a session's tables know, every message that a peer may send, every step that the code
+guards and every call of a port. The lists come from the tables and from the code, so what is added there raises, too.
+"""
+
+import ast
+import inspect
 import logging
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -11,9 +19,15 @@ from hypothesis.stateful import rule
 from kvconnector.errors import TransportError
 from kvconnector.ids import new_secret
 from kvconnector.layout import GroupBlocks
-from kvconnector.session import ConsumerSession, ProducerSession
+from kvconnector.session import ConsumerSession, ProducerSession, containment
 from kvconnector.session import events as ev
-from kvconnector.session.link import kind_of
+from kvconnector.session.consumer import LOAD_TABLE
+from kvconnector.session.engines import ENGINE_TABLE
+from kvconnector.session.link import Link, kind_of
+from kvconnector.session.machine import Table
+from kvconnector.session.peers import PEER_TABLE
+from kvconnector.session.port import EnginePort, LinkPort
+from kvconnector.session.producer import LEASE_TABLE
 from kvconnector.wire import messages as m
 from tests.property import test_session_world as session_world
 from tests.property.deployments import Held
@@ -37,31 +51,62 @@ SETTINGS = {
 NUM_BLOCKS = 96
 HURRIED_S = 4.0
 """A consumer that waits no longer for a transfer gives up one that its producer would refuse later."""
-OF_REQUESTS = {
-    "consumer": ConsumerSession._HANDLERS.keys() - {ev.Tick},
-    "producer": ProducerSession._HANDLERS.keys() - {ev.Tick, m.Heartbeat, m.Probe},
+HANDLERS = {"consumer": ConsumerSession._HANDLERS, "producer": ProducerSession._HANDLERS}
+TABLES: dict[str, tuple[Table[Any], ...]] = {
+    "consumer": (LOAD_TABLE, ENGINE_TABLE),
+    "producer": (LEASE_TABLE, PEER_TABLE),
 }
+MESSAGES = {"consumer": ev.FROM_PRODUCER, "producer": ev.FROM_CONSUMER}
+OF_EACH_RECORD = {ev.Tick, ev.EngineReady, ev.EngineLost}
+"""What concerns many records: the steps for each of them raise instead."""
+OF_A_LINK = {m.Heartbeat, m.Probe}
+"""What a session handles itself although it is about a link."""
+OF_REQUESTS = {side: HANDLERS[side].keys() - OF_EACH_RECORD - OF_A_LINK for side in HANDLERS}
 OF_LINKS = {
-    "consumer": {m.Directory, m.HelloReply, ev.WarmedUp, m.HeartbeatReply, ev.LinkLost},
-    "producer": {m.Hello, ev.EndpointOpened, ev.LinkLost, m.Heartbeat},
+    side: {
+        *MESSAGES[side],
+        *(kind for table in TABLES[side] for row in table.rows.values() for kind in row),
+    }
+    - OF_REQUESTS[side]
+    - OF_EACH_RECORD
+    for side in HANDLERS
 }
-PARTS_OF_REQUESTS = (
-    ("consumer", "_take_report"),
-    ("consumer", "_load_due"),
-    ("consumer", "_engine_changed_for"),
-    ("consumer", "_fail_if_lost"),
-    ("producer", "_lease_due"),
-    ("producer", "_early_due"),
-    ("producer", "_renew"),
-)
-PARTS_OF_LINKS = (
-    ("consumer", "_engines._want"),
-    ("consumer", "_engines._due"),
-    ("consumer", "_engines._end_transfer"),
-    ("producer", "_peers._due"),
-)
 PARTS = {"consumer": "_engines", "producer": "_peers"}
+OWNERS = {
+    "ConsumerSession": ("consumer", ""),
+    "RemoteEngines": ("consumer", "_engines."),
+    "ProducerSession": ("producer", ""),
+    "Peers": ("producer", "_peers."),
+}
 WHEN = ("before", "after")
+
+
+def guarded_steps():
+    """Return what the sessions' code guards: the side, and the path of the method from the session."""
+    steps = set()
+    for path in Path(inspect.getfile(containment)).parent.glob("*.py"):
+        for owner in ast.parse(path.read_text(encoding="utf-8")).body:
+            for node in ast.walk(owner):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "guarded":
+                    side, prefix = OWNERS[owner.name]
+                    steps.add((side, prefix + ast.unparse(node.args[1]).removeprefix("self.")))
+    return sorted(steps)
+
+
+# the events of these two raise, each kind by itself
+STEPS = [
+    each for each in guarded_steps() if each[1].rpartition(".")[2] not in ("_handle", "_of_link")
+]
+STEPS_OF_LINKS = [each for each in STEPS if each[1].startswith(("_engines.", "_peers."))]
+STEPS_OF_REQUESTS = [each for each in STEPS if each not in STEPS_OF_LINKS]
+OF_THE_LINK_TOO = ("_read_due", "_reads.stop", "_notify_followers")
+"""Steps of a request after whose failure the peer would wait: it loses the link, and with it all requests."""
+OF_CONTAINMENT = {"close_link", "fail_load", "note_contained"}
+"""Calls by which failures are contained. If they fail, the worker ends."""
+CALLS = {
+    room: [name for name in vars(port) if not name.startswith("_") and name not in OF_CONTAINMENT]
+    for room, port in (("links", LinkPort), ("engine", EnginePort))
+}
 
 
 class Bug(Exception):
@@ -97,7 +142,8 @@ class Deployment(session_world.Deployment):
         self.start(1, tuple(shapes), (SETTINGS,) * 3)
         self.numbers = Names()
         self.failed, self.must_load, self.from_p1 = set(), set(), set()
-        self.num_raised, self.is_cut = 0, False
+        self.num_raised = 0
+        self.is_cut = self.is_probed = self.is_ending_lost = False
         self.contained, self.unusable = Counter(), []
         for engine in self.engines:
             for worker in engine.workers:
@@ -184,10 +230,8 @@ class Deployment(session_world.Deployment):
             return counted
 
         session._handle = handling
-        for port, names in (
-            (driver.ports.links, ("send", "open_link", "send_hello")),
-            (driver.ports.engine, ("begun", "finish_load", "release", "log_peer_met")),
-        ):
+        for room, names in CALLS.items():
+            port = getattr(driver.ports, room)
             for name in names:
                 setattr(port, name, counting(getattr(port, name)))
 
@@ -199,7 +243,8 @@ class Deployment(session_world.Deployment):
         """Returns True if a link is between the first producer and the consumer."""
         peer = link.peer
         engine = getattr(peer, "engine", peer)
-        return link.number < 0 or (engine is not None and engine.name.engine_id == "p0")
+        address = self.engines[0].directory.address
+        return link.number < 0 or (engine is not None and engine.name.address == address)
 
     # -- requests --
 
@@ -275,11 +320,16 @@ class Deployment(session_world.Deployment):
 
     def unknown(self, producer):
         """Load what no lease is ever granted for, so the read comes early and is refused late."""
+        self.load_from_engine_named(self.engines[producer].shape.engine_id, producer)
+
+    def misnamed(self, producer):
+        """Load from an engine that is not at this address, so its directory service refuses to look it up."""
+        self.load_from_engine_named("nobody", producer)
+
+    def load_from_engine_named(self, engine_id, producer):
         engine, name = self.engines[producer], f"r{next(self.numbers)}"
         blocks = (GroupBlocks.of([0, 1, 2, 3, 4]),)
-        offer = Offer(
-            engine.shape.engine_id, engine.directory.address, name, new_secret(), blocks, 10
-        )
+        offer = Offer(engine_id, engine.directory.address, name, new_secret(), blocks, 10)
         self._load(self._want(Held(engine, name, [], 10, offer, {}, set())), 0)
 
     def all_kinds(self, producer):
@@ -297,6 +347,7 @@ class Deployment(session_world.Deployment):
             self.withdrawn,
             self.reclaimed,
             self.unknown,
+            self.misnamed,
         ):
             kind(producer)
 
@@ -309,10 +360,30 @@ class Deployment(session_world.Deployment):
         with self.victim():
             self.plain(0)
             self.streamed(0)
+        if self.is_ending_lost:
+            self.lose_endings()
+        if self.is_probed:
+            self.probe()
         if self.is_cut:
             self.cut()
         self._settle()
         self._turn()  # takes the last reports
+
+    def probe(self):
+        """Ask the first producer for bytes, as `kvconnector doctor` does."""
+        with self.victim():
+            self.reading(0)
+        driver = self.session("consumer")[0]
+        (link,) = [each for each in driver.links if self.is_of_p0(each)]
+        driver.ports.links.send(link, m.Probe(first_tag=1 << 40, nbytes=8, count=1))
+
+    def lose_endings(self):
+        """Let the first producer not say that a read which was cancelled is over."""
+        links = self.session("producer")[0].ports.links
+        send = links.send
+        links.send = lambda link, message: isinstance(message, m.ReadEnded) or send(link, message)
+        with self.victim():
+            self.dropped(0)
 
     def cut(self):
         """Lose the first producer's links while requests read, and while they wait for it."""
@@ -389,23 +460,29 @@ def test_an_exception_in_a_request_ends_that_request(deployment, caplog, side, k
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("side, name", PARTS_OF_REQUESTS)
+@pytest.mark.parametrize("side, name", STEPS_OF_REQUESTS)
 def test_an_exception_in_a_loop_over_requests_ends_one(deployment, caplog, side, name, when):
     """Each of these handles one record of many, that a report, a heartbeat, a tick or a lost engine concerns."""
 
+    stopped = []
+
     def is_hit(deployment, *arguments):
+        if name == "_reads.stop":  # if it failed again, nothing could keep the read from its blocks
+            if arguments[0] in stopped:
+                return False
+            stopped.append(arguments[0])
         first = getattr(arguments[0], "load", arguments[0])
         names = names_of(deployment, first) or [first.request_id]
         return bool(deployment.victims.intersection(names))
 
     deployment.raise_in(side, name, is_hit, when)
-    if name in ("_engine_changed_for", "_fail_if_lost"):
-        deployment.is_cut = True
+    deployment.is_cut = name in ("_engine_changed_for", "_fail_if_lost")
+    deployment.is_ending_lost = name == "_read_due"
     if name == "_load_due":  # otherwise each load ends before
         for worker in deployment.engines[2].workers:
             worker.driver.consumer._timeout_s = HURRIED_S
-    spared = deployment.must_load
-    check(deployment, caplog, spared)
+    is_of_link = name in OF_THE_LINK_TOO
+    check(deployment, caplog, deployment.from_p1 if is_of_link else deployment.must_load)
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -421,22 +498,28 @@ def test_an_exception_in_a_greeting_or_a_heartbeat_ends_that_link(
         event = arguments[-2]  # the time comes last
         return kind_of(event) is kind and deployment.is_of_p0(event.link)
 
-    name = "_handle" if kind is m.Heartbeat else PARTS[side] + "._of_link"
+    name = "_handle" if kind in HANDLERS[side] else PARTS[side] + "._of_link"
     deployment.raise_in(side, name, is_hit, when)
     deployment.is_cut = kind is ev.LinkLost
+    deployment.is_probed = kind is m.Probe
     check(deployment, caplog, deployment.from_p1)
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("side, name", PARTS_OF_LINKS)
-def test_an_exception_in_a_deadline_of_a_peer_ends_that_link(deployment, caplog, side, name, when):
-    def is_hit(deployment, first, *_):
+@pytest.mark.parametrize("side, name", STEPS_OF_LINKS)
+def test_an_exception_in_a_deadline_or_a_goodbye_ends_that_link(
+    deployment, caplog, side, name, when
+):
+    def is_hit(deployment, first, *others):
         if deployment.num_raised == 3:
             return False  # otherwise it is never idle
+        if isinstance(first, Link):
+            return isinstance(others[0], m.Bye)
         link = getattr(first, "link", None)
         return deployment.is_of_p0(link) if link else first.name.engine_id == "p0"
 
     deployment.raise_in(side, name, is_hit, when)
+    deployment.is_cut = name == "_peers._links.send"
     check(deployment, caplog, deployment.from_p1)
 
 
@@ -462,10 +545,8 @@ class RandomBugs(session_world.Deployment):
             for session in (driver.producer, driver.consumer):
                 if session is not None:
                     session._handle = self._surrounded(session._handle)
-            for port, names in (
-                (driver.ports.links, ("send", "open_link", "send_hello")),
-                (driver.ports.engine, ("begun", "finish_load", "release", "log_peer_met")),
-            ):
+            for room, names in CALLS.items():
+                port = getattr(driver.ports, room)
                 for name in names:
                     setattr(port, name, self._preceded(getattr(port, name)))
 

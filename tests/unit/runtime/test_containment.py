@@ -1,5 +1,7 @@
 """Exceptions that nobody expects, where a worker takes orders and messages: each ends one request or one link."""
 
+import ast
+import inspect
 import logging
 from contextlib import closing
 from dataclasses import replace
@@ -33,6 +35,23 @@ class Bug(Exception):
 
 def fail(*_, **__):
     raise Bug("an accident")
+
+
+def guarded_calls(source):
+    """Return the functions of its own that some code calls where it catches any exception."""
+    tries = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Try)]
+    bodies = [
+        statement
+        for each in tries
+        if "Exception" in [ast.unparse(handler.type) for handler in each.handlers if handler.type]
+        for statement in each.body
+    ]
+    calls = [node for each in bodies for node in ast.walk(each) if isinstance(node, ast.Call)]
+    return sorted({ast.unparse(node.func) for node in calls})
+
+
+def test_every_check_of_an_order_raises_in_these_tests():
+    assert guarded_calls(inspect.getsource(intake)) == ["_check_blocks", "blocks_of"]
 
 
 @pytest.fixture
@@ -75,11 +94,20 @@ def test_an_exception_in_the_check_of_an_order_refuses_that_order(
     assert "request bad was ended" in caplog.text
 
 
-@pytest.mark.parametrize("step", ["decode_batch", "event_of", "_greet"])
+@pytest.mark.parametrize(
+    "step", ["decode_batch", "event_of", "_greet", "keep_alive", "name_mapper"]
+)
 def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, deployment, step):
     world, p, d = deployment
     worker = p.workers[0]
-    owner = {"decode_batch": driver_module, "event_of": ev, "_greet": worker.driver}[step]
+    driver = worker.driver
+    owner = {
+        "decode_batch": driver_module,
+        "event_of": ev,
+        "_greet": driver,
+        "keep_alive": driver.producer,
+        "name_mapper": driver.links,
+    }[step]
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(owner, step, fail)
         stranger = world.hub.open()

@@ -12,7 +12,8 @@ from kvconnector.errors import (
 )
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
-from kvconnector.session.orders import LoadRequest, WantRequest
+from kvconnector.session.containment import WorkerFault
+from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
 
@@ -127,6 +128,19 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
     for read in reads if is_refused else reads[1:]:
         calls = side.handle(ev.ReceiveStopped(read))
     assert harness.finished(calls) == harness.failed(type(error))
+
+
+def test_a_read_that_nothing_stops_ends_the_worker(side):
+    """Its blocks may still be written, so no request may get them. The peer is given up once, not again and again."""
+
+    def fail(read, now):
+        raise RuntimeError("nothing stops it")
+
+    (link,), _ = harness.start_load(side)
+    side.session._reads.stop = fail
+    with pytest.raises(WorkerFault, match="nothing stops it"):
+        side.handle(DropRequest("w"))
+    assert harness.of(side.handle(), "close_link") == [harness.call("close_link", link)]
 
 
 def test_a_load_that_cannot_be_planned_fails():

@@ -69,6 +69,21 @@ def test_followers_get_progress_after_every_step():
     assert _progress(side.handle(harness.heartbeat())) == []  # nothing is reported twice
 
 
+def test_followers_that_cannot_be_told_of_a_prompts_end_lose_their_link():
+    """They would wait for it as long as for a prompt."""
+
+    def fail(lease):
+        raise RuntimeError("nobody is told")
+
+    side = _filling()
+    harness.welcome(side, -2)
+    side.session._notify_followers = fail
+    calls = side.handle(WithdrawRequest("r"))
+    assert [each.link for each in harness.of(calls, "close_link")] == [-1]
+    subjects = [each.subject for each in harness.of(calls, "note_contained")]
+    assert subjects == ["request r", "the followers of request r"]
+
+
 def test_reads_are_expected_of_a_complete_leases_blocks():
     side = _filling()
     assert not harness.of(side.handle(_granted(8)), "expect_reads")
