@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runtime_pair import Engine
+from tests.integration.runtime_pair import PEER, Engine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -57,7 +57,9 @@ class Recorder:
 def test_the_functions_of_the_walk_carry_a_load(path):
     steps, recorder = steps_of(path), Recorder()
     assert len(steps) > 20
-    settings = {"paths": {"direct": "auto" if path == "direct" else "never"}}
+    # heartbeats call some of these functions, too, at any time
+    peer = {**PEER, "heartbeat_interval_s": 300, "timeout_s": 1200, "idle_timeout_s": 2400}
+    settings = {"paths": {"direct": "auto" if path == "direct" else "never"}, "peer": peer}
     missing = {*steps}
     threading.setprofile(recorder.see)
     sys.setprofile(recorder.see)

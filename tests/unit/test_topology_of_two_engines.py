@@ -196,6 +196,7 @@ def test_replication_by_heads_and_in_any_way(whole, by_heads, in_any_way):
     [
         (engine(), engine(tp_size=2), True),
         (sharing(2, 4), sharing(2, 8), True),
+        (stored("2BHND"), stored("2BNHD"), True),
         # the order of blocks, parts and layers does not change a block
         (stored("2BHND"), stored("BL2HND"), False),
         (stored("2BHND"), engine(), False),
