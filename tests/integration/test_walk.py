@@ -58,7 +58,7 @@ def test_the_functions_of_the_walk_carry_a_load(path):
     steps, recorder = steps_of(path), Recorder()
     assert len(steps) > 20
     # heartbeats call some of these functions, too, at any time
-    peer = {**PEER, "heartbeat_interval_s": 300, "timeout_s": 1200, "idle_timeout_s": 2400}
+    peer = {**PEER, "heartbeat_interval_s": 10}
     settings = {"paths": {"direct": "auto" if path == "direct" else "never"}, "peer": peer}
     missing = {*steps}
     threading.setprofile(recorder.see)
