@@ -26,6 +26,7 @@ from kvconnector.topology.geometry import (
 from kvconnector.topology.segments import Segment
 
 _CACHE_DTYPES = {
+    "bf16": "bfloat16",
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",

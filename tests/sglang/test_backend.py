@@ -164,9 +164,13 @@ def backend(monkeypatch):
         get_swa_num_kv_heads=lambda _: HEADS,
         swa_attention_layer_ids=WINDOW_LAYERS,
         hf_config=SimpleNamespace(model_type="other"),
+        quantization=None,
     )
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(backend, "attention_backends", lambda: ("torch_native", "torch_native"))
+    weights = SimpleNamespace(quantization_param_path=None)
+    monkeypatch.setattr(backend, "get_model", lambda: weights)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
     serving = SimpleNamespace(host="127.0.0.1", port=1, api_key=None)
     monkeypatch.setattr(backend, "get_serving", lambda: serving)

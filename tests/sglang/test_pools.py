@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvconnector.errors import GeometryError
+from kvconnector.integrations.fp8_rules import every_number, rule_of
 from kvconnector.integrations.sglang.caches import Heads, Shape, registered_groups
+from kvconnector.integrations.sglang.numbers import numbers_of
 from tests.sglang.listed import hybrid_pool, listed
 
 NO_KERNEL = "this release keeps these kernels elsewhere"
@@ -31,10 +33,10 @@ SHAPE = Shape(
 )
 
 
-def _registered(pool, shape, draft=None):
+def _registered(pool, shape, draft=None, num_layers=4):
     """Return groups and their kinds, without the rows of metadata."""
     rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8, own_bytes=8, seed_bytes=0)
-    groups, kinds = registered_groups(listed(pool, PAGE, draft), shape, rows)
+    groups, kinds = registered_groups(listed(pool, PAGE, draft, num_layers), shape, rows)
     found = [each for each in zip(groups, kinds, strict=True) if each[1].kind != "row"]
     return [group for group, _ in found], [kind.kind for _, kind in found]
 
@@ -79,6 +81,38 @@ def test_keys_and_values_of_another_head_dim_and_a_draft_model():
         assert _has(kv.views[layer][1], pool.v_buffer[layer])
     assert _has(drafted.views[4][1], draft.v_buffer[0])
     assert drafted.geometry.parts[0].head_start == 0
+
+
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_conversion_has_the_bytes_that_a_pool_stores(element):
+    """Of every number of bf16, as the K and the V of each head."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+    numbers = every_number(torch.bfloat16, DIM)
+    size = len(numbers) + PAGE  # page 0 is nobody's
+    pool = MHATokenToKVPool(
+        size, PAGE, getattr(torch, element), HEADS, DIM, 1, "cpu", enable_memory_saver=False
+    )
+    name = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}[element]
+    options = {"backends": ("torch_native",) * 2, "has_latent": False, "is_scaled": False}
+    shape = replace(
+        SHAPE,
+        kv_layers=range(1),
+        dtype=name,
+        numbers=numbers_of(name, device="cpu", **options),
+    )
+    (kv,), _ = _registered(pool, shape, num_layers=1)
+    part = kv.geometry.parts[0]
+    assert (part.element, part.rounding) == (element, "cast")
+    assert kv.geometry.scales == (((1.0,), (1.0,)),)
+    slots = torch.arange(PAGE, PAGE + len(numbers))
+    both = [numbers.unsqueeze(1).repeat(1, HEADS, 1) for _ in "kv"]
+    pool.set_kv_buffer(SimpleNamespace(layer_id=0), KVWriteLoc(slots), *both)
+    stored = [
+        buffer[0][slots].view(torch.uint8).transpose(0, 1).numpy()
+        for buffer in (pool.k_buffer, pool.v_buffer)
+    ]
+    assert rule_of(stored, kv.geometry.scales[0], numbers, element) == part.rounding
 
 
 def test_latents():

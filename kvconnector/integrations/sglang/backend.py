@@ -32,7 +32,13 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_disagg,
+    get_model,
+    get_parallel,
+    get_serving,
+)
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
@@ -41,6 +47,7 @@ from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang import check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
+from kvconnector.integrations.sglang.numbers import numbers_of
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
@@ -428,10 +435,23 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         dtype=f"{dtype}/{layout}" if layout else dtype,
         accumulates_c128=bool(envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()),
+        numbers=numbers_of(
+            dtype,
+            device="cpu" if device == "cpu" else "cuda",
+            backends=attention_backends(),
+            has_latent=has_latent,
+            is_scaled=_is_scaled(model),
+        ),
     )
     if "mamba" not in args.state_types or model.hf_config.model_type not in MAMBA_2:
         return shape
     return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))
+
+
+def _is_scaled(model: ModelConfig) -> bool:
+    """Return True if a model's layers may have scales for K and V."""
+    of_checkpoint = model.quantization or getattr(model.hf_config, "quantization_config", None)
+    return bool(of_checkpoint or get_model().quantization_param_path)
 
 
 def _conv_heads(config: Any, shape: Shape) -> list[Heads]:

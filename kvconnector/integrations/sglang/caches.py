@@ -23,16 +23,20 @@ two ranks:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.numbers import BYTES, Numbers
 from kvconnector.integrations.sglang.requests import C128, Group
 from kvconnector.layout import KVView
 from kvconnector.runtime import CacheGroup
 from kvconnector.topology import GroupGeometry, PartGeometry, TpKVTopology
+from kvconnector.topology.geometry import ELEMENTS, FP8_ELEMENTS
 
 MOVED_STATES = ("swa", "mamba", "dsa")
 COMPRESSED_STATES = ("swa", "c128_state")
@@ -48,7 +52,14 @@ ROW_LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {
 """Bytes of the planes of a DeepSeek-V4 row, and of what its pages are padded to, by SGLang's name of the layout."""
 C4_STATE_BYTES, C4_INDEX_STATE_BYTES = 8192, 2048
 """float32 keys and scores of a token's main state, 2 x 2 x 512, and of its indexer's, 2 x 2 x 128."""
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "bf16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
 """Bytes of an element of attention's caches, by SGLang's name of their type."""
 MAX_STAGES = 8
 """The most pipeline stages of a decode engine. The metadata group has this many layers: at least one for each stage."""
@@ -72,7 +83,8 @@ class Shape:
     `kv_heads` and `window_heads` are the model's KV heads in layers with full and with sliding window attention; an MLA
     latent counts as one. `kv_layers` and `window_layers` are the global indices of the stage's layers of both kinds.
     `conv_heads` are this rank's channels in each part of a Mamba 2 convolution, which SGLang does not list.
-    `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token.
+    `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token. `numbers`
+    are the elements of the model's own K and V.
     """
 
     tp_rank: int
@@ -92,6 +104,7 @@ class Shape:
     dtype: str
     conv_heads: Sequence[Heads] = ()
     accumulates_c128: bool = False
+    numbers: Numbers = BYTES
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -167,7 +180,8 @@ def _plain_groups(args: Any, shape: Shape, states: list[str]) -> list[tuple[Grou
     if draft:
         if {each.item_bytes for each in draft} != {each.item_bytes for each in own}:
             heads = shape.cut(shape.tp_size)
-        group = _pages(draft, args.page_size, heads, shape)
+        # which may have another type
+        group = _pages(draft, args.page_size, heads, replace(shape, numbers=BYTES))
         found.append((Group("kv", is_draft=True), group))
     for index, kind in enumerate(states):
         if kind == "dsa":
@@ -349,7 +363,22 @@ def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) ->
     """
     item = ITEM_BYTES.get(shape.dtype.partition("/")[0], 0)
     pages = [(each.layer, [(_page_view(each, page_size, heads, item), heads)]) for each in buffers]
-    return _group(pages, page_size, shape, names=shape.part_names)
+    group = _group(pages, page_size, shape, names=shape.part_names)
+    return _with_numbers(group, shape.numbers)
+
+
+def _with_numbers(group: CacheGroup, numbers: Numbers) -> CacheGroup:
+    """Return a group of K and V whose parts state what their elements are, if these have that type's size."""
+    geometry = group.geometry
+    sizes = {part.item_size_bytes for part in geometry.parts}
+    if sizes != {ELEMENTS.get(numbers.element)}:
+        return group
+    stated = {"element": numbers.element, "rounding": numbers.rounding}
+    parts = tuple(msgspec.structs.replace(part, **stated) for part in geometry.parts)
+    scales: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    if numbers.has_unit_scale and numbers.element in FP8_ELEMENTS:
+        scales = (((1.0,),) * len(parts),) * len(geometry.layers)
+    return replace(group, geometry=msgspec.structs.replace(geometry, parts=parts, scales=scales))
 
 
 def _page_view(buffer: Listed, page_size: int, heads: Heads, element_bytes: int = 0) -> KVView:

@@ -128,6 +128,9 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{CONTEXT}:get_parallel"),
     Name(f"{CONTEXT}:get_disagg"),
     Name(f"{CONTEXT}:get_serving"),
+    Name(f"{CONTEXT}:get_model"),
+    Name(f"{CONTEXT}:attention_backends"),
+    Mentioned("srt/arg_groups/field_order.py", ("quantization_param_path",)),
     Mentioned(
         CONTEXT,
         (
@@ -173,6 +176,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             *("from_server_args", "num_hidden_layers", "get_total_num_kv_heads"),
             *("get_swa_num_kv_heads", "swa_attention_layer_ids", "dtype", "hf_config"),
+            "quantization",
         ),
     ),
     Name("srt/distributed/utils.py:get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),

@@ -8,7 +8,6 @@ docs/conversion.md makes of the same numbers, with the layer's scales. If no rul
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvconnector.integrations.fp8_rules import every_number, rule_of
 from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, attention_parts
 from kvconnector.layout import KVView
 from kvconnector.topology.geometry import ELEMENTS, FP8_ELEMENTS, ROUNDINGS, UNKNOWN_ROUNDING
-from kvconnector_kernels.relayout import Conversion, PagedSide, PartTable, relayout
 
 logger = logging.getLogger(__name__)
 
-_NUM_NUMBERS = 1 << 16
 _FP8_NAMES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -78,25 +76,16 @@ class Rules:
             logger.info("caches of %s are not converted to: %r", cache.name, error)
             return UNKNOWN_ROUNDING
         # tiles of tokens are more parts, in an order that is not known here
-        for rule in ROUNDINGS if len(stored) == len(cache.scales) else ():
-            if all(
-                np.array_equal(part, self._expected(cache, scales, rule))
-                for part, scales in zip(stored, cache.scales, strict=True)
-            ):
-                return rule
-        logger.info("caches of %s are not converted to: no known rule", cache.name)
-        return UNKNOWN_ROUNDING
-
-    def _numbers(self, head_dim: int) -> torch.Tensor:
-        """Return all numbers of the source's type, `[token, dim]`. The last token has the first ones again."""
-        count = -(-_NUM_NUMBERS // head_dim) * head_dim
-        bits = torch.arange(count, dtype=torch.int32).to(torch.int16)
-        return bits.view(self._source).view(-1, head_dim)
+        numbers = every_number(self._source, cache.spec.head_size)
+        rule = rule_of(stored, cache.scales, numbers, cache.element)
+        if rule == UNKNOWN_ROUNDING:
+            logger.info("caches of %s are not converted to: no known rule", cache.name)
+        return rule
 
     def _stored(self, layer: Any, cache: LayerCache) -> list[npt.NDArray[np.uint8]]:
         """Let the layer's backend store all numbers, as K and as V of each head. Returns both, `[head, token, dim]`."""
         head_dim, (_, heads, block_size, _) = cache.spec.head_size, cache.tensor.shape
-        numbers = self._numbers(head_dim).to(self._dtype)
+        numbers = every_number(self._source, head_dim).to(self._dtype)
         tokens = len(numbers)
         blocks = _blocks_like(cache.tensor, -(-tokens // block_size))
         every = numbers.unsqueeze(1).expand(tokens, heads, head_dim)
@@ -106,31 +95,6 @@ class Rules:
         ours = replace(cache, tensor=blocks, total_kv_heads=heads)
         parts = attention_parts(ours, TpSplit(0, 1), block_size)
         return [_read(blocks, view)[:, :tokens] for _, view in parts]
-
-    def _expected(
-        self, cache: LayerCache, scales: Sequence[float], rule: str
-    ) -> npt.NDArray[np.uint8]:
-        """Return what a rule makes of all numbers, `[head, token, dim]`."""
-        heads, numbers = cache.tensor.shape[1], self._numbers(cache.spec.head_size)
-        tokens, head_dim = numbers.shape
-        found = np.empty((heads, tokens, head_dim), np.uint8)
-        sizes = {"num_blocks": 1, "block_size": tokens, "num_heads": heads, "head_dim": head_dim}
-        sides = []
-        # every head has the same numbers
-        for address, head_stride, item in (
-            (numbers.data_ptr(), 0, 2),
-            (found.ctypes.data, tokens * head_dim, 1),
-        ):
-            row = (address, 0, head_stride, head_dim * item, item)
-            rows = np.array([row], np.int64)
-            table = PartTable(rows, **sizes, item_size_bytes=item, device="cpu")
-            sides.append(PagedSide(table, np.zeros(1, np.int32)))
-        pairs = np.ones((1, heads, 2), np.float32)
-        pairs[:, :, 1] = scales
-        source = str(self._source).removeprefix("torch.")
-        conversion = Conversion(source, cache.element, pairs, "cpu", rounding=rule)
-        relayout(*sides, conversion=conversion, num_parts=1, num_heads=heads, num_tokens=tokens)
-        return found
 
 
 def _blocks_like(tensor: torch.Tensor, count: int) -> torch.Tensor:
