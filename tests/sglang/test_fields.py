@@ -138,6 +138,7 @@ def test_well_formed_requests_are_admitted(queues, side):
         ("host", "p@", "no address"),
         ("host", "p\nq@10.0.0.1", "names an engine"),
         ("host", "p" * 513 + "@10.0.0.1", "names an engine"),
+        ("host", "\ud800@10.0.0.1", "names an engine"),
     ],
 )
 def test_the_client_learns_which_field_is_wrong(queues, field, value, text):

@@ -4,7 +4,6 @@ them: a missing host or a room that no tensor holds would end the scheduler, and
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from kvconnector.control.address import HostPort, parse_address
@@ -12,8 +11,8 @@ from kvconnector.errors import ConfigError
 
 MAX_ROOM = (1 << 63) - 1
 """SGLang keeps rooms in tensors of 64 bit integers, in which 0 means that no metadata have arrived."""
-ENGINE_ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,512}")
-"""Names of engines, as messages carry them (`ids.Id`)."""
+MAX_ENGINE_ID = 512
+"""Characters of an engine's name in a message (`ids.Id`)."""
 UNKNOWN_ELSEWHERE = {
     "return_logprob": "log probabilities of the first token",
     "return_hidden_states": "the prompt's hidden states",
@@ -74,7 +73,7 @@ def problem_of(request: Any, *, is_prefill: bool) -> str | None:
     if rank is not None and (type(rank) is not int or not 0 <= rank <= MAX_ROOM):
         return f"disagg_prefill_dp_rank must be a rank from 0 on, not {_shown(rank)}"
     engine = named_engine(host)
-    if engine and not ENGINE_ID.fullmatch(engine):
+    if len(engine) > MAX_ENGINE_ID or not engine.isprintable():
         return f"bootstrap_host names an engine that cannot be: {_shown(host)}"
     return _unknown_elsewhere(request) if engine else None
 

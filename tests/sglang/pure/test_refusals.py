@@ -90,7 +90,12 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
         clients.write_text("\n".join(lines), "utf-8")
         engines = PrefillEngines(_config(is_prefill=False, **files))
         clients.unlink()  # it is read once, and not for each request
-        return engines.address_of("p:1", FOUND).public_key
+        # an engine of another kind that a router names is found by the address alone
+        named = engines.named_by("vllm@p:1")
+        assert (named.engine_id, named.address) == ("vllm", "tcp://p:1")
+        found = engines.address_of("p:1", FOUND).public_key
+        assert named.public_key == found
+        return found
 
     assert key_of(ours.public_key) == ours.public_key
     assert key_of(ours.public_key, first) == first
@@ -101,7 +106,7 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
 
 @pytest.mark.parametrize(
     "address",
-    ["p", ":1", "p:", "p:70000", f"p:{'9' * 5000}", "p q:1", "\ud800:1", "[::1]x:1"],
+    ["p", ":1", "p:", "p:70000", f"p:{'9' * 5000}", "p q:1", "\ud800:1", "[::1]x:1", "p@", "p@q"],
     ids=ascii,
 )
 def test_a_bootstrap_address_is_a_host_and_a_port(address):
@@ -113,6 +118,10 @@ def test_a_bootstrap_address_is_a_host_and_a_port(address):
 def test_a_producer_that_is_not_listed_is_not_even_asked():
     engines = PrefillEngines(_config(is_prefill=False, CONTROL_ALLOWED_PRODUCERS="10.1.0.0/16"))
     assert engines.registry_of("10.1.2.3:8998") == ("10.1.2.3", 8998)
+    assert engines.named_by("vllm@10.1.2.3:8998").address == "tcp://10.1.2.3:8998"
+    for ask in (engines.registry_of, engines.named_by):
+        with pytest.raises(ProducerNotAllowedError, match=r"10\.2"):
+            ask("vllm@10.2.2.3:8998")
     with pytest.raises(ProducerNotAllowedError, match=r"10\.2"):
         engines.registry_of("10.2.2.3:8998")
 
