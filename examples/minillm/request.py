@@ -6,6 +6,15 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
+from kvconnector.integrations.identity import (
+    GREEDY,
+    Identity,
+    PromptEnd,
+    content_digest,
+    digest_of,
+)
 from minillm.messages import NewRequest, SampledToken, TableChanges
 
 FinishReason = Literal["stop", "length", "error"]
@@ -82,6 +91,17 @@ class Request:
         length = len(self.prompt)
         sampled = self.output[max(0, start - length) : max(0, stop - length)]
         return self.prompt[start:stop] + [item.token_id for item in sampled]
+
+
+def prompt_end(request: Request) -> bytes:
+    """Return what engines of other kinds are told of a request's prompt when it is computed: its digest and its first
+    token, which some of them (SGLang) cannot compute themselves.
+    """
+    salt = request.cache_salt
+    context = {"salt": content_digest(salt.encode("utf-8", "surrogatepass"))} if salt else {}
+    computed = Identity(len(request.prompt), digest_of(request.prompt), context)
+    token = request.output[0].token_id if request.output else None
+    return msgspec.msgpack.encode(PromptEnd(token, GREEDY, len(request.prompt), computed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

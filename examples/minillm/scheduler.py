@@ -15,7 +15,14 @@ from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import LocalError
 from minillm.config import FailurePolicy
 from minillm.messages import SampledToken, SequenceInput, Step, stored_event
-from minillm.request import FinishReason, Request, RequestState, RequestUpdate, SentTables
+from minillm.request import (
+    FinishReason,
+    Request,
+    RequestState,
+    RequestUpdate,
+    SentTables,
+    prompt_end,
+)
 from minillm.request_blocks import RequestBlocks
 from minillm.transfer import SchedulerTransfer, TransferEvents
 
@@ -336,6 +343,7 @@ class Scheduler:
             len(request.prompt),
             len(request.encoder_prompt),
             request.kv_transfer_params,
+            end=b"" if offer is None else prompt_end(request),
         )
         if hold:
             self._running.remove(request)

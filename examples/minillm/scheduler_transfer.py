@@ -133,6 +133,8 @@ class ConnectorTransfer(SchedulerTransfer):
         num_tokens: int,
         num_encoder_tokens: int,
         params: Params,
+        *,
+        end: bytes = b"",
     ) -> tuple[bool, Params]:
         """Hold the offered blocks; without an offer the consumer computes the prompt itself."""
         if offer is None or not self.is_offered(params):
@@ -144,6 +146,7 @@ class ConnectorTransfer(SchedulerTransfer):
             first_blocks=offer.first_blocks,
             num_tokens=num_tokens,
             num_encoder_tokens=num_encoder_tokens,
+            extra=end,
         )
 
     def abort(self, request_id: str) -> None:

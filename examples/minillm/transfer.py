@@ -111,8 +111,12 @@ class SchedulerTransfer:
         num_tokens: int,
         num_encoder_tokens: int,
         params: Params,
+        *,
+        end: bytes = b"",
     ) -> tuple[bool, Params]:
-        """Take a request that has ended. Return True if its blocks must be kept, and params for the response."""
+        """Take a request that has ended. Return True if its blocks must be kept, and params for the response. `end` is
+        what engines of other kinds are told of the prompt.
+        """
         return False, None
 
     def abort(self, request_id: str) -> None:

@@ -25,7 +25,7 @@ class RecordingTransfer(SchedulerTransfer):
     def __init__(self):
         super().__init__()
         self.loads = {}
-        self.offers = {}
+        self.offers, self.ends = {}, {}
         self.aborted = []
 
     def matched_tokens(self, request_id, num_prompt, num_computed, params):
@@ -38,10 +38,11 @@ class RecordingTransfer(SchedulerTransfer):
     def is_offered(self, params):
         return params == OFFERED
 
-    def finished(self, request_id, offer, num_tokens, num_encoder_tokens, params):
+    def finished(self, request_id, offer, num_tokens, num_encoder_tokens, params, *, end=b""):
         if offer is None:
             return False, None
         self.offers[request_id] = (offer, num_tokens)
+        self.ends[request_id] = end
         return True, {"remote_request_id": request_id}
 
     def abort(self, request_id):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
+from kvconnector.integrations.identity import GREEDY, Identity, PromptEnd, digest_of
 from kvconnector.session.completion import KVOutputAggregator, WorkerOutput
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
@@ -157,7 +158,13 @@ def random_events(rng, loads, requests):
     held = [name for name, item in known.items() if item.state is RequestState.HELD]
     for name in held:
         offer, num_tokens = transfer.offers[name]
-        ranks.check_offer(requests[name].prompt, offer, num_tokens)
+        prompt = requests[name].prompt
+        ranks.check_offer(prompt, offer, num_tokens)
+        computed = Identity(len(prompt), digest_of(prompt), {})
+        token, *_ = continuation(requests[name])
+        assert PromptEnd.decode(transfer.ends[name]) == PromptEnd(
+            token, GREEDY, len(prompt), computed
+        )
     sent = [name for name in held if rng.random() < 0.3]
     return TransferEvents(
         frozenset(sent), output.finished_recving, output.failed_recving, output.invalid_block_ids
