@@ -1,5 +1,6 @@
 """Minillm engines of one rank in this process: scheduler, rank and connector, without servers."""
 
+import functools
 import random
 from contextlib import closing
 from pathlib import Path
@@ -106,6 +107,12 @@ def generate(
         while engine.scheduler.has_requests:
             engine.step()
         return engine.answers["r", 0]
+
+
+@functools.cache
+def generated(model, prompt, max_tokens):
+    """Return what `generate` does in caches of the default shape, once for each `prompt`, a tuple of tokens."""
+    return generate(model, prompt, max_tokens)
 
 
 def token_ids(sampled):

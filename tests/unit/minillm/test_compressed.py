@@ -21,7 +21,7 @@ from minillm.partition import rank_share
 from minillm.rank_tables import create_rank_tables
 from minillm.weights import RankWeights
 from tests.support.examples import examples
-from tests.support.local_engines import generate, prompt_of, token_ids
+from tests.support.local_engines import generate, generated, prompt_of, token_ids
 from tests.unit.minillm.seed_cases import model_of
 
 SMALL = ModelConfig(
@@ -144,7 +144,7 @@ def test_a_lost_cache_of_one_kind_shows_in_the_tokens(layer, kind):
         for part in engine.rank.cache.parts[cache_name(layer, kind)]:
             part.zero_()
 
-    expected = generate(config, prompt, 24)
+    expected = generated(config, tuple(prompt), 24)
     damaged = generate(config, prompt, 24, after_prefill=lose)
     differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
     assert token_ids(damaged) != token_ids(expected) or max(differences) > LOGPROB_TOLERANCE

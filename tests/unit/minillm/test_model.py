@@ -34,7 +34,7 @@ from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
 from tests.support.examples import examples
-from tests.support.local_engines import generate, prompt_of, token_ids
+from tests.support.local_engines import generate, generated, prompt_of, token_ids
 from tests.unit.minillm.seed_cases import model_of
 
 WINDOW, CHUNK = 7, 6
@@ -152,7 +152,7 @@ def test_layout_block_size_and_chunks_do_not_change_tokens(architecture, layout,
     model, prompt = model_of(architecture), prompt_of(75)
     shape = {"block_size": block_size, "layout": layout, "max_batched_tokens": chunk}
     actual = generate(model, prompt, 8, **shape)
-    assert token_ids(actual) == token_ids(generate(model, prompt, 8))
+    assert token_ids(actual) == token_ids(generated(model, tuple(prompt), 8))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_lost_block_of_one_layer_is_noticed(architecture, layer, position):
         for part in cache.parts[name]:
             part[lost] = 0.0
 
-    expected = generate(config, prompt, 12)
+    expected = generated(config, tuple(prompt), 12)
     damaged = generate(config, prompt, 12, after_prefill=lose_block)
     differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
     assert token_ids(damaged) != token_ids(expected) or max(differences) > LOGPROB_TOLERANCE
