@@ -23,8 +23,13 @@ PEER = {
     "timeout_s": 30,
     "backoff_initial_s": 0.1,
 }
-SETTINGS = {"control": {"insecure": True}, "peer": PEER, "lease": {"early_read_s": 1}}
-"""Settings with which no peer is given up and no lease ends, even on a busy machine."""
+SETTINGS = {
+    "control": {"insecure": True},
+    "peer": PEER,
+    "lease": {"early_read_s": 1},
+    "staging": {"chunk_bytes": 256 << 10},
+}
+"""Settings with which no peer is given up and no lease ends, even on a busy machine, and no rank fills much memory."""
 
 
 def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):

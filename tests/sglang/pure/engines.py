@@ -18,6 +18,8 @@ from tests.support.ports import free_ports
 
 DEADLINE_S = 110.0
 """Generous, since the first test compiles the kernels."""
+SMALL = {"KVCONNECTOR_STAGING_CHUNK_BYTES": f"{128 << 10}"}
+"""Staging of the usual size would be 32 MiB of resident memory for each rank."""
 
 
 class Gathered:
@@ -71,7 +73,7 @@ class Engine:
             bootstrap_port=port,
             unique_name=f"decode-{time.monotonic_ns()}",
             own_address="127.0.0.1",
-            environ=environ or {},
+            environ=SMALL | (environ or {}),
             dp_rank=dp[0],
             dp_size=dp[1],
         )

@@ -221,7 +221,9 @@ def test_an_accumulated_state_fits_only_its_like():
             self.shape = replace(self.shape, accumulates_c128=True)
 
     other = {"pools": Accumulating, "page_size": 256}
-    with closing(Pair(V4, prefill={"pools": SparsePools, "page_size": 256}, decode=other)) as pair:
+    prefill = {"pools": SparsePools, "page_size": 256}
+    room = {"KVCONNECTOR_STAGING_CHUNK_BYTES": f"{1 << 20}"}  # for a whole state
+    with closing(Pair(V4, prefill=prefill, decode=other, environ=room)) as pair:
         wanted = pair.want(93)
         _load(pair, wanted, 100)
         assert {*pair.until_over(*wanted)} == {Stage.FAILED}
