@@ -153,8 +153,10 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
 
 def stated_timeout_ms(seconds: float) -> int:
-    """Return a timeout as greetings state it: at least 1, since 0 means that none is stated."""
-    return min(max(int(seconds * 1000), 1), (1 << 31) - 1)
+    """Return a timeout as greetings state it: at least 1, since 0 means that none is stated. Settings are at most 10^6
+    seconds, which a greeting can carry.
+    """
+    return max(int(seconds * 1000), 1)
 
 
 def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:

@@ -44,6 +44,8 @@ def test_geometries_survive_packing(engine):
     received = decode(encode(message))
     assert received == message
     assert received.geometry.unpack() == engine
+    for rank in engine.ranks:
+        assert received.geometry.groups_of(rank.rank) == rank.groups
 
 
 @given(MESSAGES, st.data())

@@ -32,6 +32,13 @@ def _reading():
     return side, send
 
 
+def test_a_duplicate_of_a_read_changes_nothing():
+    """Its chunks would arrive under tags that the consumer expects once."""
+    side, send = _reading()
+    assert side.receive(-1, harness.read()) == []
+    assert harness.released(side.handle(ev.SendOver(send), harness.done())) == [("r", "released")]
+
+
 @pytest.mark.parametrize("ending", ["time", "consumer", "producer"])
 def test_an_ending_lease_waits_for_its_send(ending):
     side, send = _reading()
