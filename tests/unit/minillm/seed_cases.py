@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from kvconnector import cache, layout, topology
 from kvconnector.layout import watermark
@@ -158,6 +159,22 @@ def crowd(architecture, folder, **host):
         assert engine.scheduler.blocks.get_num_free_cpu_blocks() == 26 * groups
 
 
+def refused_load(architecture, folder):
+    """Have a decode engine compute what a refused load did not bring. Returns the request's transfer statistics."""
+    prefill = config_of(architecture, "prefill", block_size=16)
+    decode = config_of(architecture, "decode", block_size=8, state_interval=8)
+    with engines(folder, prefill, replace(decode, failure_policy="recompute")) as pair:
+        producer, consumer = pair
+        prompt = prompt_of(75)
+        consumer.run(request_of(architecture, "first", prompt[:49], 1))
+        params = offered_by(producer, architecture, "offer", prompt)
+        refused = {**params, "transfer_secret": "0" * 32}
+        load = request_of(architecture, "load", prompt, MAX_TOKENS, refused)
+        (answer,) = consumer_answers(producer, consumer, load)
+        assert answer == expected(architecture, prompt)
+        return consumer.transfer.stats["load"]
+
+
 def plan(folder):
     """Make a plan for two engines."""
     from kvconnector.cli import main
@@ -183,6 +200,7 @@ CASES = {
     "demo: hybrid handed over": lambda folder: hand_over("hybrid", folder),
     "demo: mamba handed over": lambda folder: hand_over("mamba", folder),
     "demo: compressed rows handed over": lambda folder: hand_over("compressed", folder),
+    "demo: a refused load": lambda folder: refused_load("llama", folder),
     "demo: mla handed over, packed": lambda folder: hand_over("mla", folder, direct="never"),
 }
 
