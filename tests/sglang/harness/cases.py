@@ -45,6 +45,7 @@ ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
 """For one prompt of 300 tokens."""
 FEW = {"max-total-tokens": 1200}
 """For a few prompts: what is cached makes room for new ones."""
+KEYED = {"api-key": "k"}
 METRICS = {"enable-metrics": True}
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
@@ -128,6 +129,7 @@ CASES = (
     _ours("pp1-pp2", decode=PP2),
     _attention("cp2-tp1", s.split_prompts, prefill=CP2),
     _attention("cp2-tp2", s.split_prompts, prefill=CP2, decode=TP2),
+    _attention("cp2-hits-page16-64", s.prefix_hits, prefill=CP2, decode=RADIX | _page(64)),
     _ours("packed", environment=PACKED),
     _ours("packed-page16-64", decode=_page(64), environment=PACKED),
     Case("window", model=WINDOW),
@@ -155,7 +157,9 @@ CASES = (
     Case("retraction", s.retraction, decode=SMALL),
     _ours("recomputed", s.recomputed),
     _ours("recomputed-tp2", s.recomputed, decode=TP2),
+    _ours("recomputed-key", s.recomputed, prefill=KEYED, decode=KEYED),
     _ours("metrics", s.metrics, prefill=METRICS | TP2, decode=METRICS),
+    _ours("spans", s.spans),
     Case("logprobs", s.logprobs),
     Case("times", s.times),
     _lost("abort", s.abort),

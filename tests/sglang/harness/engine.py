@@ -85,11 +85,12 @@ class Answer:
 class Request:
     """A request in progress: POST, or GET without a body."""
 
-    def __init__(self, port, path, body=None):
+    def __init__(self, port, path, body=None, headers=()):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
         method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
-            self._connection.request(method, path, payload, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", **dict(headers)}
+            self._connection.request(method, path, payload, headers)
         except OSError as error:
             raise NoAnswerError(f"the engine is gone: {error}") from error
 
@@ -159,11 +160,17 @@ class Engine(EngineProcess):
             time.sleep(POLL_S)
         raise NoAnswerError("the engine did not start in time")
 
-    def submit(self, prompt, *, max_tokens=8, **options):
+    def request(self, path, body, headers=()):
+        """Send a request, with the engine's key if its API needs one. Returns the `Request`."""
+        key = self.spec.options.get("api-key")
+        keyed = {"Authorization": f"Bearer {key}"} if key else {}
+        return Request(self.port, path, body, {**keyed, **dict(headers)})
+
+    def submit(self, prompt, *, max_tokens=8, headers=(), **options):
         """Request the greedy tokens after `prompt`. Returns the `Request`."""
         sampling = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, **options}
-        return Request(self.port, "/generate", body)
+        return self.request("/generate", body, headers)
 
     def ask(self, prompt, **options):
         """Ask only this engine."""
@@ -171,17 +178,17 @@ class Engine(EngineProcess):
 
     def abort(self, request_id):
         """Abort a request, as a client's disconnect does."""
-        Request(self.port, "/abort_request", {"rid": request_id}).status()
+        self.request("/abort_request", {"rid": request_id}).status()
 
     def post(self, path, body):
         """Send an order to the engine. Raises NoAnswerError: it was refused, or the engine is gone."""
-        status = Request(self.port, path, body).status()
+        status = self.request(path, body).status()
         if status != OK:
             raise NoAnswerError(f"{path}: status {status}")
 
     def is_idle(self):
         """Empty the prefix cache. Returns False while requests hold any of the cache."""
-        return Request(self.port, "/flush_cache", {}).status() == OK
+        return self.request("/flush_cache", {}).status() == OK
 
     def log_text(self):
         """Return its log so far."""

@@ -66,11 +66,15 @@ class Pair:
         self.prefill.kill()
         self.decode.kill()
 
-    def restart(self, side, **environment):
-        """Kill an engine and start it again with its ports and log."""
+    def restart(self, side, options=(), **environment):
+        """Kill an engine and start it again with its ports and log, and more options and variables."""
         old = getattr(self, side)
         old.kill()
-        spec = replace(old.spec, environment={**old.spec.environment, **environment})
+        spec = replace(
+            old.spec,
+            options={**old.spec.options, **dict(options)},
+            environment={**old.spec.environment, **environment},
+        )
         setattr(self, side, Engine(spec, old.port))
         getattr(self, side).wait_until_ready()
 

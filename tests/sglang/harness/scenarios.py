@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,11 @@ from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Request
+from tests.sglang.harness.spans import SpanServer
 from tests.support.keys import keyed_controls
+from tests.support.spans import HEADERS, TRACE_ID
 from tests.vllm.harness.pair import prompt_of
+from tests.vllm.harness.report import becomes
 
 LENGTHS = (7, 16, 64, 79, 130, 500)
 """Prompt lengths: less than a page, a page, a chunk, a chunk and less than one more page, several chunks."""
@@ -148,6 +152,33 @@ def metrics(pair, outcome):
     outcome.check(
         "the dashboard asks for", [each for each in sorted(asked) if each not in pages], []
     )
+
+
+def spans(pair, outcome):
+    """Both engines' transfers are spans in the trace of their request, where SGLang's own spans are."""
+    with closing(SpanServer()) as server:
+        traced = {"enable-trace": True, "otlp-traces-endpoint": server.url}
+        for side in ("prefill", "decode"):
+            pair.restart(side, traced, OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf")
+        pair.ask(outcome, "not in a trace", prompt_of(60))
+        asked = pair.submit(prompt_of(90), headers=HEADERS)
+        outcome.check(
+            "answered", [asked.decode.answer().error, asked.prefill.answer().error], ["", ""]
+        )
+        name = f"room-{asked.room}"
+
+        def kinds():
+            ours = [each for each in server.found if each[2].get("kvconnector.request") == name]
+            return {kind: trace for kind, trace, _ in ours}
+
+        becomes(lambda: len(kinds()) == 2)
+        expected = dict.fromkeys(("kvconnector.hold", "kvconnector.load"), TRACE_ID)
+        outcome.check("spans of the request", kinds(), expected)
+        others = {kind for kind, trace, _ in server.found if trace == TRACE_ID} - {*expected}
+        outcome.check(
+            "SGLang's spans are in its trace", any("kvconnector" not in each for each in others)
+        )
+    pair.check_idle(outcome)
 
 
 def retraction(pair, outcome):
