@@ -30,7 +30,7 @@ class MappingPath:
             self._receives = receives
             self.unmapping = []
 
-        def open(self, link, export):
+        def open(self, link, export, routes):
             if not self.can_map:
                 raise TransportError("another host")
             link.maps_pools = True
