@@ -10,7 +10,7 @@ import torch
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.fp8_rules import every_number, rule_of
 from kvconnector.integrations.sglang.caches import Heads, Shape, registered_groups
-from kvconnector.integrations.sglang.numbers import numbers_of
+from kvconnector.integrations.sglang.numbers import numbers_of_pool
 from tests.sglang.listed import hybrid_pool, listed
 
 NO_KERNEL = "this release keeps these kernels elsewhere"
@@ -99,7 +99,7 @@ def test_a_conversion_has_the_bytes_that_a_pool_stores(element):
         SHAPE,
         kv_layers=range(1),
         dtype=name,
-        numbers=numbers_of(name, device="cpu", **options),
+        numbers=numbers_of_pool(name, device="cpu", **options),
     )
     (kv,), _ = _registered(pool, shape, num_layers=1)
     part = kv.geometry.parts[0]

@@ -47,7 +47,7 @@ from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang import check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
-from kvconnector.integrations.sglang.numbers import numbers_of
+from kvconnector.integrations.sglang.numbers import numbers_of_pool
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
@@ -435,7 +435,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         dtype=f"{dtype}/{layout}" if layout else dtype,
         accumulates_c128=bool(envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()),
-        numbers=numbers_of(
+        numbers=numbers_of_pool(
             dtype,
             device="cpu" if device == "cpu" else "cuda",
             backends=attention_backends(),

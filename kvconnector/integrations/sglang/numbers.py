@@ -39,7 +39,7 @@ BYTES = Numbers()
 """Elements that are moved as they are."""
 
 
-def numbers_of(
+def numbers_of_pool(
     dtype: str, *, device: str, backends: tuple[str, ...], has_latent: bool, is_scaled: bool
 ) -> Numbers:
     """Return what the elements of a pool of K and V are.

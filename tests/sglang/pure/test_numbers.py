@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvconnector.integrations.sglang.numbers import Numbers, numbers_of
+from kvconnector.integrations.sglang.numbers import Numbers, numbers_of_pool
 from kvconnector.topology.geometry import UNKNOWN_ROUNDING
 
 PLAIN = {
@@ -34,4 +34,4 @@ PLAIN = {
     ],
 )
 def test_a_cache_states_what_is_known_of_its_numbers(dtype, changes, expected):
-    assert numbers_of(dtype, **PLAIN | changes) == expected
+    assert numbers_of_pool(dtype, **PLAIN | changes) == expected
