@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 BLOCKS, NUM_TOKENS = list(range(64)), 1024
 
 
-def _pretend_to_map(link, export):
+def _pretend_to_map(link, export, routes):
     link.maps_pools = True
     return "pretended"
 
