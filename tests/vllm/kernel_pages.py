@@ -4,7 +4,7 @@ vLLM imports no Triton on a CPU, so there this is a process of its own:
 
     TRITON_INTERPRET=1 python -m tests.vllm.kernel_pages FILE
 
-writes what `run` returns for each of `NAMES` into `FILE`.
+writes what `run` returns for each of `NAMES` into `FILE`, or None where a kernel needs what this Triton has no more.
 """
 
 from __future__ import annotations
@@ -151,6 +151,16 @@ def with_triton() -> None:
     sys.modules["vllm.triton_utils"] = module
 
 
+def run_if_possible(name: str) -> dict[str, torch.Tensor] | None:
+    """Return what `run` returns; None for a kernel of vLLM 0.31 whose block pointers Triton has removed since."""
+    try:
+        return run(name)
+    except Exception as error:
+        if "Block pointers have been removed" not in str(error):
+            raise
+        return None
+
+
 if __name__ == "__main__":
     with_triton()
-    torch.save({name: run(name) for name in NAMES}, sys.argv[1])
+    torch.save({name: run_if_possible(name) for name in NAMES}, sys.argv[1])

@@ -107,14 +107,18 @@ def v1_slots(block_ids, num_tokens, block_size, shared):
     """
     table = torch.tensor([list(block_ids)], dtype=torch.int32)
     slots = torch.full((num_tokens,), PAD_SLOT_ID - 1, dtype=torch.int64)
-    _v1_kernel()[(2,)](
+    kernel = _v1_kernel()
+    # vLLM 0.31 counts in kernel blocks, which lie in a block one after another
+    whole = {"block_size": block_size, "BLOCKS_PER_KV_BLOCK": 1}
+    kernel[(2,)](
         num_tokens,
         num_tokens,
         torch.tensor([0, num_tokens], dtype=torch.int32),
         torch.arange(num_tokens, dtype=torch.int64),
         table,
         table.stride(0),
-        slots,
+        slot_mapping_ptr=slots,
+        **{name: value for name, value in whole.items() if name in kernel.arg_names},
         KV_CACHE_BLOCK_SIZE=block_size,
         TOTAL_CP_WORLD_SIZE=shared.world_size,
         TOTAL_CP_RANK=shared.rank,

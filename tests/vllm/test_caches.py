@@ -372,7 +372,7 @@ def kinds_of_vllm():
 
 def test_every_kind_of_group_of_vllm_is_known():
     """A class that a release adds has to be read: it must not be taken for the class that it is derived from."""
-    assert sorted(kinds_of_vllm()) == sorted({*ACCEPTED_KINDS, *REFUSED_KINDS})
+    assert kinds_of_vllm().keys() - {*ACCEPTED_KINDS, *REFUSED_KINDS} == set()
 
 
 @pytest.mark.parametrize("name", sorted(ACCEPTED_KINDS))
@@ -389,8 +389,9 @@ def test_accepted_kinds_say_what_they_keep(name):
 
 @pytest.mark.parametrize("name", sorted(REFUSED_KINDS))
 def test_other_kinds_are_refused_by_name_with_the_reason(name):
-    kind = kinds_of_vllm()[name]
-    spec = object.__new__(kind)  # nothing but the class is looked at
+    if name not in (kinds := kinds_of_vllm()):
+        pytest.skip("this release of vLLM does not have it")
+    spec = object.__new__(kinds[name])  # nothing but the class is looked at
     with pytest.raises(GeometryError, match=name) as refused:
         group_info(spec, 0, 1)
     assert refused.value.context["why"] == REFUSED_KINDS[name]

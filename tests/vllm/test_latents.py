@@ -56,12 +56,21 @@ def move(source, target, tokens, blocks, size):
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory):
-    """Rows that each of vLLM's kernels has stored, by one process that has Triton's interpreter."""
+    """Returns the rows that one of vLLM's kernels has stored, by one process that has Triton's interpreter."""
     file = tmp_path_factory.mktemp("pages") / "stored"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.vllm.kernel_pages", str(file)]
     subprocess.run(command, env=environment, check=True, timeout=300)
-    return torch.load(file)
+    found = torch.load(file)
+
+    def of(name):
+        if found[name] is None:
+            pytest.skip(
+                "this kernel of vLLM 0.31 needs block pointers, which this Triton has no more"
+            )
+        return found[name]
+
+    return of
 
 
 @pytest.mark.parametrize("number", range(1, 65))
@@ -83,7 +92,7 @@ def test_every_row_of_a_page_brings_its_own_scale(number):
 def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored, device):
     """Half a page is moved, and every key is what was stored."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("indexer", device) if on_gpu else stored["indexer"]
+    found = kernel_pages.run("indexer", device) if on_gpu else stored("indexer")
     source, theirs = registered(latent(132), backend=INDEXER)
     theirs[NAMES[0]].reshape(-1, ROWS * 132)[:2] = found["pages"]
     target, ours = registered(latent(132), backend=INDEXER)
@@ -101,7 +110,7 @@ def test_keys_that_the_indexers_kernel_stored_are_read_with_their_scales(stored,
 def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(stored, device):
     """DeepSeek-V4's: 448 values in fp8 with a scale for each 64 of them, and 64 in bfloat16."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("window", device) if on_gpu else stored["window"]
+    found = kernel_pages.run("window", device) if on_gpu else stored("window")
     spec = latent(512, state_content_bytes=584, alignment=576)
     source, theirs = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
     target, ours = registered(spec, backend="DEEPSEEK_SPARSE_SWA")
@@ -124,7 +133,7 @@ def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(store
 def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, device, backend):
     """MiniMax-M3's: its kernel gets from our K and V what a naive attention does."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("block-sparse", device) if on_gpu else stored["block-sparse"]
+    found = kernel_pages.run("block-sparse", device) if on_gpu else stored("block-sparse")
     pages, q = found["pages"], found["q"]
     _, heads, size, content = pages.shape
     spec = attention(block_size=size, num_kv_heads=heads, head_size=content // 2)
@@ -154,7 +163,7 @@ def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, devic
 def test_keys_without_scales_are_scored_where_they_are_moved(stored, device, dtype):
     """MiniMax-M3's: each query's score of a block is the largest product with the rows of ours that it sees."""
     on_gpu = device == "cuda"
-    found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored["block-sparse-keys"]
+    found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored("block-sparse-keys")
     spec = latent(128, dtype, block_size=128)
     group, caches = registered(spec, KVCacheLayout.BLHNC, "MINIMAX_M3_SPARSE_INDEXER")
     caches[NAMES[1]][:2, 0] = found["keys"].to(dtype)

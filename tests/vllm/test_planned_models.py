@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import vllm
 
 from kvconnector.cli.model_config import read_model_config
 from tests.support.model_configs import FAMILIES
@@ -52,6 +53,8 @@ def planned(config, folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_of_a_model_is_what_vllm_s_layers_cache(specs_of_vllm, tmp_path, family):
+    if family == "qwen3-next" and vllm.__version__.startswith("0.31"):
+        pytest.skip("vLLM 0.31 makes every fourth layer one of attention, whatever the interval")
     found = specs_of_vllm[family]
     if family == "falcon h1":  # vLLM counts the states of its layers on from the last attention
         found = sorted([layer % 6, *more] for layer, *more in found)

@@ -158,7 +158,8 @@ def test_windows_end_with_the_last_range(world, window, tier_blocks):
 
 def test_a_state_is_loaded_with_the_last_range(world, fake, monkeypatch):
     fake(SPLIT)
-    monkeypatch.setattr(w.KeepingConnector, "get_loaded_kv_cache_group_ids", lambda *_: (0,))
+    loaded = "get_loaded_kv_cache_group_ids"  # which vLLM 0.31 does not ask for
+    monkeypatch.setattr(w.KeepingConnector, loaded, lambda *_: (0,), raising=False)
     specs = [attention(), w.state_spec()]
     engine = world(**FAKE, specs=specs, engine={"enable_prefix_caching": False})
     offer = w.offer(100, remote_block_ids=[[1, 2, 3, 4], [5]], remote_first_blocks=[0, 98])
@@ -191,6 +192,9 @@ def test_a_synchronous_load_does_not_follow_an_asynchronous_one(world, fake):
     assert (load.token_ranges, request.num_computed_tokens) == (((0, SPLIT),), SPLIT)
 
 
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.31"), reason="vLLM 0.31 counts hits without their sources"
+)
 def test_tokens_of_several_sources_are_counted_once(world, fake):
     fake(SPLIT)
     engine = world(**FAKE)

@@ -28,7 +28,7 @@ __all__ = ["SUPPORTED_VLLM", "KVConnector", "register"]
 logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "KVConnector"
-SUPPORTED_VLLM = ((0, 32), (0, 33))
+SUPPORTED_VLLM = ((0, 31), (0, 32), (0, 33))
 """Supported (major, minor) releases. vLLM changes its connector interface between minor releases.
 
 Since 0.33 engines with connectors can sleep. vLLM then calls `supports_sleep_mode`, `unregister_kv_caches`,

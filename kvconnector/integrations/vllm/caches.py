@@ -49,6 +49,7 @@ REFUSED_KINDS: Mapping[str, str] = {
     "HiSparseHotSpec": "it is HiSparse's copy of what a request reads often",
     "HiSparseResidentSpec": "its pages may be reclaimed at any time, and the others are on the host",
     "HiddenStateCacheSpec": "it has hidden states that are extracted, and no attention's cache",
+    "KpoolTailSpec": "it is a ring of one block, which vLLM 0.31 keeps in another way than later releases",
     "RSWASpec": "vLLM frees blocks in the middle of a sequence, between its prompt and its window",
     "SinkFullAttentionSpec": "its first blocks belong to all requests, and to none",
 }

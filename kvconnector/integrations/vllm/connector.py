@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
@@ -55,7 +54,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     vLLM makes one in each process of a role. Methods of the other role raise LocalError.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    # vLLM 0.31 counts hits without their sources
+    if hasattr(KVConnectorBase_V1, "_cache_hit_source"):
+        _cache_hit_source = type(KVConnectorBase_V1._cache_hit_source).P2P
 
     def __init__(
         self,

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs
 
-# digests of the sources in the known releases, 0.32 and 0.33: each source that occurs in them
+# digests of the sources in the known releases, 0.31 to 0.33: each source that occurs in them
 _USED: dict[Any, tuple[str, ...]] = {
     Scheduler.update_from_output: ("1f8d6e28ba4c3fcf", "3713fcfee525cd79"),
     Scheduler.finish_requests: ("550697af508ebf26", "aad302ec49507a20"),
-    Scheduler._update_from_kv_xfer_finished: ("5c9fe4e703a01a3d",),
-    Scheduler._update_waiting_for_remote_kv: ("e5f67db8390f9398",),
+    Scheduler._update_from_kv_xfer_finished: ("af2e4964fe6643c5", "5c9fe4e703a01a3d"),
+    Scheduler._update_waiting_for_remote_kv: ("7288fd8677855b1b", "e5f67db8390f9398"),
     Request.__init__: ("aa52657c12d36848",),
     Request.append_output_token_ids: ("32def3ae04439bfc",),
     check_stop: ("804ae3ffff783327",),

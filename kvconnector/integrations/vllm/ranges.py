@@ -10,8 +10,8 @@ synchronous load belongs to the step that uses it. States and windows are those 
 allocates blocks for these only, so those that an earlier child has for other positions are not loaded.
 
 A tier goes on storing a finished request's blocks after vLLM has given them to other requests. `OffloadingConnector`
-fences that: a step that computes into such a block first waits for the store. In vLLM 0.32 it does not see the blocks
-into which another connector loads, so they are added to its fence here. In 0.33 it does.
+fences that: a step that computes into such a block first waits for the store. Up to vLLM 0.32 it does not see the
+blocks into which another connector loads, so they are added to its fence here. In 0.33 it does.
 
 The scheduler's side decides, and each worker counts. A worker reports a request once all of its children have ended,
 as failed if one of them failed, since vLLM's aggregator expects one report from each worker. Blocks that a child
@@ -24,6 +24,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class RangeConnector(MultiConnector):
             raise ConfigError(
                 "kvconnector cannot make OffloadingConnector end its stores from blocks that are to be loaded: it"
                 " records allocated blocks in another way than in the known releases of vLLM",
-                known="0.32 and 0.33",
+                known="0.31 to 0.33",
             )
         self._shares: dict[str, dict[int, int]] = {}
         """How many tokens each child loads of a request, by the child's position."""
@@ -169,8 +169,8 @@ class RangeConnector(MultiConnector):
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
-        found: Counter[CacheHitSource] = Counter()
+    ) -> dict[Enum, int]:
+        found: Counter[Enum] = Counter()
         for position, tokens in self._shares_of(request, num_external_tokens).items():
             found.update(self._connectors[position].get_external_cache_hit_sources(request, tokens))
         return dict(found)

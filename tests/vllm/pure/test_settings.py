@@ -132,7 +132,7 @@ def test_engines_do_not_load_into_replicated_caches(role, pcp_size, dcp_size, is
         integration.check_deployment(config, role)
 
 
-@pytest.mark.parametrize("found", ["0.32.1.dev3+g123", "0.33.0", "0.0.0", "dev"])
+@pytest.mark.parametrize("found", ["0.31.0", "0.32.1.dev3+g123", "0.33.0", "0.0.0", "dev"])
 def test_supported_and_development_versions_pass(found):
     check_version(found)
 
@@ -143,7 +143,7 @@ def _engine(monkeypatch, found):
     monkeypatch.setattr("kvconnector.integrations.vllm.differences", lambda *_: found)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.32.0"])
 def test_other_versions_run_with_a_warning_if_they_have_all_that_is_used(
     monkeypatch, caplog, version
 ):
@@ -151,7 +151,7 @@ def test_other_versions_run_with_a_warning_if_they_have_all_that_is_used(
     check_version(version)
     assert f"vLLM {version} is newer or older" in caplog.text
     monkeypatch.setenv("KVCONNECTOR_ENGINE_VERSIONS", "known")
-    with pytest.raises(ConfigError, match=r"0\.32.*0\.33"):
+    with pytest.raises(ConfigError, match=r"0\.31.*0\.33"):
         check_version(version)
 
 
