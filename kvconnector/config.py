@@ -35,7 +35,7 @@ ENV_PREFIX = "KVCONNECTOR_"
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The control channel: ZMQ, for all messages between engines except chunks of KV cache."""
+    """The control channel: ZMQ, and UCX between workers that have greeted each other."""
 
     host: str = "127.0.0.1"
     """IP address, or localhost, that this process binds."""
@@ -60,6 +60,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
     max_message_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
+    over_ucx: bool = True
+    """Once two workers have greeted each other, send their messages over UCX, if both sides have this set."""
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

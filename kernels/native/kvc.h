@@ -340,6 +340,7 @@ struct kvc_state {
     kvc_status (*worker_arm)(void *worker);
     void *(*tag_send)(void *endpoint, const void *buffer, size_t count, uint64_t tag, const void *param);
     void *(*tag_recv)(void *worker, void *buffer, size_t count, uint64_t tag, uint64_t mask, const void *param);
+    void *(*tag_probe)(void *worker, uint64_t tag, uint64_t mask, int remove, struct kvc_tag_info *info);
     kvc_status (*request_status)(void *request);
     void (*request_free)(void *request);
     void (*request_cancel)(void *worker, void *request);
@@ -347,6 +348,7 @@ struct kvc_state {
     void *send_param;
     void *recv_param;
     struct kvc_tag_info *recv_info;
+    uint64_t control_tag; /* the bits of a tag of messages that are for the caller, to whom the loop returns */
     int (*clock_gettime)(clockid_t clock, struct timespec *time);
     int (*usleep)(unsigned microseconds);
     struct pollfd *wake_fd; /* the eventfd that wakes the driver: the lock is free, or something is pending */

@@ -497,6 +497,12 @@ static bool move_once(struct kvc_state *state)
     return begin_reads(state) || moved;
 }
 
+/* Returns true if a message for the caller is there, which stays where it is. */
+static bool has_control(const struct kvc_state *state)
+{
+    return state->tag_probe(state->worker, state->control_tag, state->control_tag, 0, state->recv_info) != NULL;
+}
+
 /* Returns the reason to return at once, or 0 if there is none. */
 static int find_reason(struct kvc_state *state)
 {
@@ -507,7 +513,7 @@ static int find_reason(struct kvc_state *state)
         ended = kvc_now_ns(state) - state->complete_ns >= state->hold_report_ns || ended;
     if (ended || (state->wants_slots && find_free(state->recv_slots, state->num_recv_slots)))
         return KVC_NOTICE;
-    return 0;
+    return has_control(state) ? KVC_READABLE : 0;
 }
 
 /* Returns true if a copy is under way, whose end no descriptor shows. */

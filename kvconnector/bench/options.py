@@ -21,7 +21,12 @@ WARMUP = 3
 """Untimed repetitions before the timed ones."""
 TIMEOUT_S = 120.0
 """Seconds for one transfer, and for a peer that is stopped while others are timed."""
-TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
+TUNING = (
+    "KVCONNECTOR_STAGING_",
+    "KVCONNECTOR_PATHS_",
+    "KVCONNECTOR_UCX",
+    "KVCONNECTOR_CONTROL_OVER_UCX",
+)
 """Prefixes of environment variables that count for a benchmark's engines."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-One turn: wait in the data path until something happens; take new work (the data path's events, messages from the
-control channel, the engine's orders); give each to the sessions; send each peer its messages, as one batch. Sessions
-are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
+One turn: wait in the data path until something happens; take new work (the data path's events, messages over the
+transport and from the control channel, the engine's orders); give each to the sessions; send each peer its messages, as
+one batch. Sessions are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
 call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
@@ -21,8 +21,9 @@ open endpoints): an engine's thread stops before the first event in `_SLOW` and 
 driver's thread, so order is kept. A turn decodes messages and handles events for `pacing.WORK_S` at most, then passes
 through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
 
-Order. A peer's messages count before its loss, which the control channel reports after them. The driver handles events
-in the order of their arrival. It closes a link after it has sent the messages that a session left for it.
+Order. A peer's messages count before its loss, which the control channel reports after its own, and `Links` after those
+that came over the transport. The driver handles events in the order of their arrival. It closes a link after it has
+sent the messages that a session left for it.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all transfers
 of the worker, and the engine too if it is inline; an event that bypasses the queue may overtake one that a session
@@ -111,7 +112,7 @@ class Driver:
         self.datapath = datapath
         self.clock = datapath.clock
         self._events = datapath.events  # the consequences of a session's call come here, too
-        self.links = Links(control, config.control, report=self._events.append)
+        self.links = Links(control, transport, config.control, report=self._events.append)
         self.ports = session_ports(
             self.links,
             datapath,
@@ -205,7 +206,7 @@ class Driver:
         """Return how long to stay in the data path, in seconds: not long while the control channel may have messages
         that its descriptor does not show.
         """
-        if self._events or self._inbox or self.links.with_unsent or self.links.arrived:
+        if self._events or self._inbox or self.links.with_unsent or self.links.has_arrived:
             return 0.0
         is_settled = self.links.control.is_settled
         longest_s = pacing.MAX_SLEEP_S if is_settled else pacing.MAX_UNSETTLED_SLEEP_S
@@ -291,6 +292,7 @@ class Driver:
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.limit_messages(link, message.max_message_bytes)
+                self.links.set_peer_inbox(link, message.control)
             export = self.datapath.export
             if isinstance(message, m.Hello) and export is not None and export.device == "cuda":
                 rank = f"({message.pp_rank}, {message.tp_rank})"

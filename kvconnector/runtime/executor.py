@@ -72,7 +72,17 @@ class SessionLinks(LinkPort):
         self._hello = hello
 
     def send(self, link: Link, message: m.Message) -> None:
+        if isinstance(message, m.HelloReply) and not message.refusal:
+            message = self._with_inbox(link, message)
         self._links.send(link, message)
+
+    def _with_inbox(self, link: Link, reply: m.HelloReply) -> m.HelloReply:
+        """Name an inbox to a consumer that has named one, and that this producer has an endpoint to."""
+        endpoint = self._datapath.sends.endpoint(link)
+        if not endpoint or not self._links.has_peer_inbox(link):
+            return reply
+        self._links.use_endpoint(link, endpoint)
+        return msgspec.structs.replace(reply, control=self._links.open_inbox(link))
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -83,7 +93,7 @@ class SessionLinks(LinkPort):
 
     @of_worker
     def close_link(self, link: Link) -> None:
-        self._links.flush_link(link)
+        self._links.leave_transport(link)
         self._datapath.sends.close_endpoint(link)
         self._datapath.receives.disconnect(link)
         # last: a producer that closes frees its pools once we have disconnected
@@ -97,6 +107,7 @@ class SessionLinks(LinkPort):
             self._hello,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
+            control=self._links.open_inbox(link),
             segments=segments,
         )
         self._links.send(link, hello)
@@ -115,10 +126,13 @@ class SessionLinks(LinkPort):
             return
         if reply.transport_address:
             try:
-                self._datapath.receives.connect_back(worker.link, reply.transport_address)
+                endpoint = self._datapath.receives.connect_back(
+                    worker.link, reply.transport_address
+                )
             except KVConnectorError as error:
                 self._links.lose(worker.link, error)
                 return
+            self._links.use_endpoint(worker.link, endpoint)
         routes = [each for each in worker.engine.routes if each.peer == worker.geometry.rank]
         if reply.export is not None:
             self._open_export(worker, reply.export, routes)
@@ -258,7 +272,7 @@ def hello_of(
     config: ConnectorConfig,
     transport: UcxTransport,
 ) -> m.Hello:
-    """Return the greeting of a consumer worker to each producer worker; the warm-up message differs."""
+    """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
     return m.Hello(
         geometry=PackedGeometry.of(engine),
         pp_rank=rank.pp_rank,

@@ -1,19 +1,23 @@
-"""The links of one worker: its connections on the control channel, and the one way in which links end.
+"""The links of one worker: the two channels of their messages, and the one way in which links end.
 
-Two workers that have greeted each other send all their messages on the connection that carried the greeting, which
-authenticates both and keeps the messages' order.
+Two workers greet each other on the control channel, which authenticates them, and each names an inbox. From then on
+their messages travel as sealed control messages of the transport, see `control.sealed`: a message wakes only the
+driver's thread, and no thread while chunks move, where one on the control channel wakes two threads of libzmq first.
+The consumer switches when it has the answer to its hello, the producer when the consumer's first message has come over
+the transport, so no message overtakes one on the other channel. A producer's last messages to a consumer that it leaves
+go by the control channel, which outlives the endpoint.
 
-Four things end a link: the control channel reports it, a message cannot be sent, a message makes no sense, the peer
-says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until the session
-closes it. One that the peer opened is forgotten, and the peer is notified, since only the side that connected can close
-a control connection.
+Four things end a link: the control channel reports it, a message cannot be sent, messages were lost or make no sense,
+the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until the
+session closes it. One that the peer opened is forgotten, and the peer is notified, since only the side that connected
+can close a control connection.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,11 +32,20 @@ from kvconnector.control.base import (
     PeerHandle,
     Received,
 )
+from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    ControlFailed,
+    ControlMessage,
+)
+from kvconnector.transport.base import ControlEvent as TransportEvent
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m
 
@@ -45,6 +58,9 @@ class Connection:
     `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so. `mapper` names a consumer
     that may have mapped this worker's CUDA memory. `unsent` are the messages of the driver's present turn, oldest
     first. Once it `is_lost` nothing is sent any more.
+
+    Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
+    `endpoint`, 0 if there is none, once `sealer` signs them.
     """
 
     handle: PeerHandle
@@ -54,8 +70,14 @@ class Connection:
     unsent: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
     is_lost: bool = False
+    tag: int = 0
+    opener: Opener | None = None
+    sealer: Sealer | None = None
+    endpoint: int = 0
 
 
+MAX_CLOSED_INBOXES = 4096
+"""Number of closed inboxes that are remembered, so that messages in flight to one cause no warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
 _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
@@ -67,26 +89,36 @@ RECLAIMED_SINCE = 4
 class Links:
     """All links of one worker. One thread at a time, the driver lock's owner, calls it.
 
-    `report` takes the `LinkLost` of each link that ended.
+    `report` takes the `LinkLost` of each link that ended. Without `config.over_ucx` it names no inbox to its peers, and
+    drops messages that come over the transport.
     """
 
     def __init__(
         self,
         control: ControlChannel,
+        transport: UcxTransport,
         config: ControlConfig,
         report: Callable[[ev.LinkLost], None],
     ) -> None:
         self.control = control
+        self._transport = transport
+        self._over_ucx = config.over_ucx
         self._max_message_bytes = config.max_message_bytes
         self._report = report
         self._by_handle: dict[PeerHandle, Link] = {}
         self._connections: dict[Link, Connection] = {}
+        self._by_tag: dict[int, Link] = {}
+        self._limits: dict[int, int] = {}
+        """The longest frame that each inbox takes, by tag."""
+        self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self._gone: set[PeerHandle] = set()
-        """Connections that were closed, of which `arrived` may have events."""
+        """Connections that were closed, of which `_arrived` may have events."""
         self._incoming = count(1)
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
-        self.arrived: deque[ControlEvent] = deque()
+        self._over_transport: deque[TransportEvent] = deque()
+        """What came over the transport and the last caller of `poll` did not take."""
+        self._arrived: deque[ControlEvent] = deque()
         """What came and the last caller of `poll` did not take."""
         self.refusals = Refusals(logger)
 
@@ -108,6 +140,11 @@ class Links:
         connection = self._connections.get(link)
         if connection is not None:
             connection.mapper = consumer
+
+    @property
+    def has_arrived(self) -> bool:
+        """Returns True if messages came that the last caller of `poll` did not take."""
+        return bool(self._arrived or self._over_transport)
 
     def limit_messages(self, link: Link, max_message_bytes: int) -> None:
         """Record the longest message that the peer takes."""
@@ -136,12 +173,18 @@ class Links:
 
     def close(self, link: Link) -> None:
         """Forget a link, and end its connections after the messages sent on them. Idempotent."""
-        self.flush_link(link)
+        self.leave_transport(link)
+        connection = self._forget(link)
+        if connection is not None:
+            self.control.disconnect(connection.handle)
+            self._gone.add(connection.handle)
+
+    def _forget(self, link: Link) -> Connection | None:
         connection = self._connections.pop(link, None)
         if connection is not None:
             del self._by_handle[connection.handle]
-            self.control.disconnect(connection.handle)
-            self._gone.add(connection.handle)
+            self._close_inbox(connection)
+        return connection
 
     def lose(self, link: Link, error: KVConnectorError, *, has_left: bool = False) -> None:
         """End a link whose peer misbehaved, was lost, or `has_left` with a goodbye."""
@@ -179,6 +222,59 @@ class Links:
     def _connected(self, link: Link, handle: PeerHandle, version: int) -> None:
         self._by_handle[handle] = link
         self._connections[link] = Connection(handle, version)
+
+    # -- which way messages take --
+
+    def open_inbox(self, link: Link) -> m.ControlInbox | None:
+        """Open an inbox, to be named in our greeting. Returns None if messages are to stay on the control channel."""
+        connection = self._connections.get(link)
+        if connection is None or not self._over_ucx:
+            return None
+        self._close_inbox(connection)
+        inbox = Inbox.fresh()
+        connection.tag, connection.opener = CONTROL_TAG_BIT | inbox.inbox_id, Opener(inbox)
+        self._by_tag[connection.tag] = link
+        self._limits[connection.tag] = self._max_message_bytes + OVERHEAD_BYTES
+        return m.ControlInbox(
+            inbox_id=inbox.inbox_id, key=inbox.key, max_message_bytes=self._max_message_bytes
+        )
+
+    def set_peer_inbox(self, link: Link, peer: m.ControlInbox | None) -> None:
+        """Record the inbox that the peer's greeting named. Only the first counts."""
+        connection = self._connections.get(link)
+        if connection is not None and peer is not None and self._over_ucx:
+            connection.sealer = connection.sealer or Sealer(Inbox(peer.inbox_id, peer.key))
+            connection.max_message_bytes = connection.max_message_bytes or peer.max_message_bytes
+
+    def has_peer_inbox(self, link: Link) -> bool:
+        """Returns True if the peer's greeting has named an inbox."""
+        connection = self._connections.get(link)
+        return connection is not None and connection.sealer is not None
+
+    def use_endpoint(self, link: Link, endpoint: int) -> None:
+        """Send messages through an endpoint of the transport from now on, if both sides name an inbox. It stays open
+        until `leave_transport`.
+        """
+        self.flush_link(link)
+        connection = self._connections.get(link)
+        if connection is not None:
+            connection.endpoint = endpoint
+
+    def leave_transport(self, link: Link) -> None:
+        """Send queued messages, then use the endpoint no more. Idempotent. A producer that leaves sends the last ones
+        on the control channel, since it closes the endpoint at once.
+        """
+        connection = self._connections.get(link)
+        if connection is not None:
+            connection.endpoint *= link.number > 0
+            self.flush_link(link)
+            connection.endpoint = 0
+
+    def _close_inbox(self, connection: Connection) -> None:
+        if connection.tag:
+            del self._by_tag[connection.tag], self._limits[connection.tag]
+            self._closed.append(connection.tag)
+            connection.tag = 0
 
     # -- messages --
 
@@ -233,20 +329,34 @@ class Links:
         unsent, connection.unsent = connection.unsent, []
         if not unsent or connection.is_lost:
             return
+        batch, sealer = encode_batch(unsent, connection.version), connection.sealer
+        is_begun = link.number > 0 or (
+            connection.opener is not None and connection.opener.has_opened
+        )
         try:
-            self.control.send(connection.handle, encode_batch(unsent, connection.version))
+            if connection.endpoint and sealer is not None and is_begun:
+                tag = CONTROL_TAG_BIT | sealer.inbox_id
+                self._transport.send_control(connection.endpoint, tag, sealer.seal(batch))
+            else:
+                self.control.send(connection.handle, batch)
         except KVConnectorError as error:
             self.lose(link, error)
 
     def poll(self) -> Iterator[tuple[Link, bytes]]:
-        """Yield messages in the order in which they came, and end the links whose peers have left. What a caller does
-        not take stays in `arrived` for the next call.
+        """Yield messages, those of each link in their order, and end the links whose peers have left. What a caller
+        does not take stays for the next call.
         """
-        if not self.arrived:
+        yield from self._poll_transport()
+        if not self._arrived:
             self._gone.clear()
-            self.arrived += self.control.poll(0.0)
-        while self.arrived:
-            arrival = self.arrived.popleft()
+            self._arrived += self.control.poll(0.0)
+        while self._arrived:
+            if isinstance(self._arrived[0], Disconnected):
+                # what the peer had sent over the transport counts before its loss
+                num_taken = yield from self._poll_transport(progress=True)
+                if num_taken >= MAX_CONTROL_PER_CALL:
+                    return  # there may be more
+            arrival = self._arrived.popleft()
             if arrival.handle in self._gone:
                 continue  # it came before we closed the connection
             link = self._by_handle.get(arrival.handle)
@@ -260,10 +370,50 @@ class Links:
                 self._on_disconnect(link, arrival)
 
     def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
-        connection = self._connections.pop(link)
-        del self._by_handle[connection.handle]
-        if not connection.is_lost:
+        connection = self._forget(link)
+        if connection is not None and not connection.is_lost:
             self._report(ev.LinkLost(link, arrival.error))
+
+    def _poll_transport(
+        self, *, progress: bool = False
+    ) -> Generator[tuple[Link, bytes], None, int]:
+        """Yield the messages that came over the transport, and at last return the number that this call took from it.
+        `progress`: see `UcxTransport.receive_control`.
+        """
+        arrived = self._over_transport
+        taken = self._transport.receive_control(self._limits, progress=progress)
+        arrived += taken
+        while arrived:
+            event = arrived.popleft()
+            if isinstance(event, ControlMessage):
+                opened = self._open(event)
+                if opened is not None:
+                    yield opened
+            elif isinstance(event, ControlFailed):
+                self._lose_endpoint(event)
+            elif event.tag not in self._closed:
+                reason = "too long" if event.tag in self._by_tag else "unknown link"
+                self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
+        return len(taken)
+
+    def _lose_endpoint(self, failed: ControlFailed) -> None:
+        for link, connection in list(self._connections.items()):
+            if connection.endpoint == failed.endpoint:
+                self.lose(link, failed.error)
+
+    def _open(self, message: ControlMessage) -> tuple[Link, bytes] | None:
+        """Return a message's link and payload; None if the link ended before, or the message is no peer's."""
+        link = self._by_tag.get(message.tag)
+        connection = None if link is None else self._connections.get(link)
+        if link is None or connection is None or connection.is_lost or connection.opener is None:
+            return None
+        try:
+            return link, connection.opener.open(message.payload)
+        except ForgedMessageError as error:
+            self.refusals.note("a message over UCX", "forged", str(error))
+        except PeerLostError as error:
+            self.lose(link, error)
+        return None
 
 
 def _of_older(message: m.Message) -> m.Message:

@@ -14,14 +14,30 @@ appears in `progress()`. The transport keeps `Buffer.owner` for as long as the l
 
 Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, after one more `progress()`: an
 operation may complete inside the call that started it. Wake once a second: some losses are noticed only by looking.
+
+Control messages. `send_control` and `receive_control` move small messages without posted receives, under tags with
+`CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they were
+sent. They have no completions: a lost message shows as `ControlFailed`, or at the next send.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvconnector.errors import KVConnectorError, Retry, TransportError
+
+CONTROL_TAG_BIT = 1 << 63
+"""Set in the 64-bit tags of control messages, and of no others."""
+
+MAX_UNSENT_CONTROL_BYTES = 64 << 20
+"""Bytes of control messages that may be under way to a peer before it counts as lost: this bounds memory only, since
+the sessions give up a silent peer.
+"""
+
+MAX_CONTROL_PER_CALL = 256
+"""The most control messages that one `receive_control` takes from the network."""
 
 
 class MessageSizeError(TransportError):
@@ -65,3 +81,30 @@ class Completion:
 
     ticket: int
     error: KVConnectorError | None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """A control message that arrived under a known tag."""
+
+    tag: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRefused:
+    """A control message that was dropped unread: its tag is unknown, or it is longer than the tag's limit."""
+
+    tag: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFailed:
+    """A control message sent through `endpoint` may not have arrived. Later ones will not either."""
+
+    endpoint: int
+    error: KVConnectorError
+
+
+ControlEvent: TypeAlias = ControlMessage | ControlRefused | ControlFailed

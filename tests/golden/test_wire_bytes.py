@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from kvconnector.wire import decode, encode
-from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 
 VERSIONS = (3, 4)
@@ -59,11 +58,3 @@ def test_bytes_of_a_released_peer_are_still_the_same_message(version, name):
 def test_every_message_kind_has_golden_bytes(version):
     assert {type(message) for message in messages(version).values()} == set(KINDS.values())
     assert {path.stem for path in FOLDERS[version].iterdir()} == set(LISTED[version])
-
-
-def test_greetings_name_no_inbox_to_a_peer_of_any_version():
-    """A producer of version 3 that is named none stays on the control channel."""
-    for version in VERSIONS:
-        for message in messages(VERSIONS[-1]).values():
-            if isinstance(message, m.Hello | m.HelloReply):
-                assert decode(encode(message, version)).control is None

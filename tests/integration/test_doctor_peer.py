@@ -98,6 +98,7 @@ def test_every_mismatch_is_a_fault_in_plain_words(p, doctor):
         ("STREAM=false", ("stream", "on only there")),
         ("PATHS_DIRECT=never", ("path", "packed: paths.direct=never here")),
         ("UCX_TLS=tcp", ("lanes", "tcp/lo within this host")),
+        ("CONTROL_OVER_UCX=false", ("pp0tp0", "round trip")),
     ],
 )
 def test_the_settings_of_this_engine_count(p, doctor, monkeypatch, setting, expected):

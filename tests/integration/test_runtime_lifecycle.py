@@ -16,13 +16,19 @@ DESCRIPTORS_A_CONNECTION = 5
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB per token, 128 MiB for a request of 8192 tokens
 # endings during a packed stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
+WAYS = pytest.mark.parametrize(
+    "control",
+    [{"insecure": True, "over_ucx": over_ucx} for over_ucx in (True, False)],
+    ids=["over UCX", "over ZMQ"],
+)
 
 
-def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(start):
+@WAYS
+def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(start, control):
     shape = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS}
     # one small chunk after the other: the producer is killed long before the last
     staging = {"chunk_bytes": 16 << 10, "window": 1}
-    options = {"shape": shape, "staging": staging, **PACKED}
+    options = {"shape": shape, "control": control, "staging": staging, **PACKED}
     d = start("d", "consumer", peer={**PEER, "timeout_s": 5}, **options)
     p = start("p", "producer", elsewhere=True, **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
@@ -42,10 +48,11 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     assert "v" not in d.failed
 
 
-def test_idle_engines_disconnect_quietly_and_greet_again(start, caplog):
+@WAYS
+def test_idle_engines_disconnect_quietly_and_greet_again(start, control, caplog):
     peer = {**PEER, "timeout_s": 4, "idle_timeout_s": 4.5}
-    p = start("p", "producer", seed=1)
-    d = start("d", "consumer", peer=peer)
+    p = start("p", "producer", seed=1, control=control)
+    d = start("d", "consumer", control=control, peer=peer)
     assert arrives(p, d, "first", [1, 2], [5, 6])
     num_connected = _num_descriptors()
     until(lambda: _num_descriptors() <= num_connected - DESCRIPTORS_A_CONNECTION, d, p)

@@ -29,6 +29,7 @@ def settings_of_an_engine(draw):
             "budget_bytes": 64 * 1024,
             "window": draw(st.integers(1, 3)),
         },
+        "control": {"insecure": True, "over_ucx": draw(st.booleans())},
     }
 
 

@@ -4,6 +4,7 @@ from contextlib import closing
 from itertools import islice
 
 import numpy as np
+import pytest
 
 from kvconnector.ids import EngineAddress, EngineId, new_secret
 from kvconnector.layout import NO_TOKENS, GroupBlocks
@@ -26,11 +27,11 @@ NO_BLOCKS = (GroupBlocks.of(()),)
 class LongQueue:
     """Two engines, and requests of one block each in both of their queues."""
 
-    def __init__(self, *, num_requests=MANY):
+    def __init__(self, *, over_ucx, num_requests=MANY):
         shapes = [
             FakeEngine(name, attention_model(), num_blocks=(NUM_BLOCKS,)) for name in ("p", "d")
         ]
-        self.world = World()
+        self.world = World(settings={"control": {"insecure": True, "over_ucx": over_ucx}})
         self.p = self.world.start(shapes[0], role="producer")
         self.d = self.world.start(shapes[1], role="consumer")
         self.names = [f"r{number}" for number in range(num_requests)]
@@ -108,8 +109,9 @@ def _offer(queue, name):
     return Offer("p", queue.p.directory.address, name, queue.secret, (), 4)
 
 
-def test_ten_thousand_queued_requests_keep_their_links_and_leases():
-    queue = LongQueue()
+@pytest.mark.parametrize("over_ucx", [True, False])
+def test_ten_thousand_queued_requests_keep_their_links_and_leases(over_ucx):
+    queue = LongQueue(over_ucx=over_ucx)
     with closing(queue.world):
         queue.want()  # before the producer knows the requests
         queue.run(lambda: False, max_turns=40, seconds_per_turn=1.0)
@@ -128,7 +130,7 @@ def test_ten_thousand_queued_requests_keep_their_links_and_leases():
 
 
 def test_requests_unknown_to_the_producer_are_refused():
-    queue = LongQueue(num_requests=1000)
+    queue = LongQueue(over_ucx=True, num_requests=1000)
     with closing(queue.world):
         queue.want()
         assert not queue.run(lambda: queue.begun, max_turns=110, seconds_per_turn=1.0)

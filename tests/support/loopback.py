@@ -20,7 +20,18 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvconnector.transport.base import Buffer, Completion, MessageSizeError, buffer_of_bytes
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    MAX_UNSENT_CONTROL_BYTES,
+    Buffer,
+    Completion,
+    ControlFailed,
+    ControlMessage,
+    ControlRefused,
+    MessageSizeError,
+    buffer_of_bytes,
+)
 
 _ADDRESS_PREFIX = b"loopback:"
 NO_FILENO = -1  # for a transport that cannot wake a sleeper and must be polled
@@ -51,6 +62,10 @@ class _Message:
     buffer: Buffer
     ticket: int | None
     due_call: int
+
+    @property
+    def is_control(self):
+        return bool(self.tag & CONTROL_TAG_BIT)
 
 
 class LoopbackNetwork:
@@ -85,7 +100,10 @@ class LoopbackNetwork:
     def _fail_inbound(self, lost):
         for message in lost._inbound:
             error = PeerLostError("the peer is gone", address=lost.address)
-            message.source._finish_send(message, error)
+            if message.is_control:
+                message.source._failed_control.append(ControlFailed(message.flow, error))
+            else:
+                message.source._finish_send(message, error)
 
 
 class LoopbackTransport:
@@ -101,6 +119,8 @@ class LoopbackTransport:
         self._sends = {}
         self._recvs = {}
         self._finished = []
+        self._control = deque()
+        self._failed_control = []
         self._closed = False
         self._address = _ADDRESS_PREFIX + str(network._num_created).encode()
         network._num_created += 1
@@ -140,7 +160,7 @@ class LoopbackTransport:
 
     def _post(self, endpoint, address, tag, buffer, ticket):
         network = self._network
-        eager = buffer.nbytes <= network._eager_limit_bytes
+        eager = ticket is None or buffer.nbytes <= network._eager_limit_bytes
         faults = network.faults
         receiver = network._members.get(address)
         if eager:
@@ -148,7 +168,8 @@ class LoopbackTransport:
         delay = network._random.randint(0, faults.max_delay_calls)
         due_call = (receiver._num_calls if receiver else 0) + delay
         message = _Message(self, endpoint, tag, buffer, ticket, due_call)
-        self._sends[ticket] = message
+        if ticket is not None:
+            self._sends[ticket] = message
         if receiver is None and address not in network._silent:
             self._finish_send(message, PeerLostError("the peer is gone", address=address))
             return
@@ -158,8 +179,35 @@ class LoopbackTransport:
         if eager:
             self._finish_send(message, None)
 
+    def send_control(self, endpoint, tag, payload):
+        address = self._address_of(endpoint)
+        receiver = self._network._members.get(address)
+        if receiver is None and address not in self._network._silent:
+            raise PeerLostError("the peer is gone", address=address)
+        inbound = receiver._inbound if receiver else ()
+        mine = (m for m in inbound if m.is_control and m.source is self and m.flow == endpoint)
+        if sum(m.buffer.nbytes for m in mine) + len(payload) > MAX_UNSENT_CONTROL_BYTES:
+            raise PeerLostError("the peer takes no control messages any more")
+        self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
+
+    def receive_control(self, limits, *, progress=False):
+        if self._closed:
+            return []
+        if progress:
+            self._deliver()
+        events, self._failed_control = self._failed_control, []
+        for _ in range(min(len(self._control), MAX_CONTROL_PER_CALL)):
+            message = self._control.popleft()
+            nbytes = len(message.payload)
+            accepted = nbytes <= limits.get(message.tag, -1)
+            events.append(message if accepted else ControlRefused(message.tag, nbytes))
+        return events
+
+    def has_control(self):
+        return bool(self._control)
+
     def discard_unexpected(self, awaited, mask):
-        here = [m for m in self._inbound if m.due_call < self._num_calls]
+        here = [m for m in self._inbound if not m.is_control and m.due_call < self._num_calls]
         unknown = list(takewhile(lambda message: message.tag & mask not in awaited, here))
         for message in unknown:
             self._inbound.remove(message)
@@ -235,6 +283,10 @@ class LoopbackTransport:
 
     def _match(self, message):
         tag, sent = message.tag, message.buffer
+        if message.is_control:
+            payload = ctypes.string_at(sent.address, sent.nbytes)
+            self._control.append(ControlMessage(tag, payload))
+            return True
         ticket = next((t for t, (posted, _) in self._recvs.items() if posted == tag), None)
         if ticket is None:
             return False

@@ -29,7 +29,7 @@ class PythonNetwork:
         self._transport, self._clock = transport, clock
         self._bytes, self._ended, self._adopted = {}, {}, set()
         self._others, self._errors, self._num_errors = [], {}, 0
-        self._failure = None
+        self._failure, self.arriving_control = None, ()
         functions = {
             "ucp_worker_progress": (1, self._progress),
             "ucp_worker_arm": (1, lambda worker: ERR_BUSY),
@@ -39,6 +39,7 @@ class PythonNetwork:
             "ucp_tag_recv_request_test": (2, self._test),
             "ucp_request_free": (1, self._free),
             "ucp_request_cancel": (2, lambda worker, request: transport.cancel(request)),
+            "ucp_tag_probe_nb": (5, lambda *_: transport.has_control()),
         }
         called = {name: self._as_c(*each) for name, each in functions.items()}
         library = SimpleNamespace(keeping=SimpleNamespace(**called))

@@ -12,13 +12,24 @@ from typing import Any
 
 import pytest
 
-from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError
-from kvconnector.transport.base import Buffer, MessageSizeError
+from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError, PeerLostError
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_UNSENT_CONTROL_BYTES,
+    Buffer,
+    ControlFailed,
+    ControlMessage,
+    ControlRefused,
+    MessageSizeError,
+)
 from kvconnector.transport.ucx import UcxTransport
 from tests.support.loopback import NO_FILENO
 from tests.support.waiting import until
 
 SIZES_BYTES = (0, 1, 7, 4096, 1 << 20, 9 << 20)
+TAG = CONTROL_TAG_BIT | (1 << 62) | 77
+LIMIT_BYTES = 2 << 20
+CONTROL_SIZES_BYTES = (0, 1, 7, 300, 20_000, 200_000, LIMIT_BYTES)
 
 
 class HostMemory:
@@ -113,6 +124,31 @@ def pattern(nbytes, seed):
     return (period * (nbytes // 251 + 1))[:nbytes]
 
 
+class Inbox(Ledger):
+    """Also records the control messages that the second side takes."""
+
+    def __init__(self, a, b):
+        super().__init__(a, b)
+        self.limits = {TAG: LIMIT_BYTES}
+        self.events = []
+
+    def step(self):
+        count = super().step()
+        self.events += self._transports[1].receive_control(self.limits)
+        return count
+
+    def take(self, count):
+        until(lambda: len(self.events) >= count, self.step)
+        taken, self.events = self.events[:count], self.events[count:]
+        return taken
+
+
+def send_control(worker, *payloads):
+    """Send control messages over the worker's endpoint."""
+    for payload in payloads:
+        worker.transport.send_control(worker.endpoint, TAG, payload)
+
+
 class TransportSuite:
     """The conformance tests. Each makes its own pair."""
 
@@ -120,7 +156,7 @@ class TransportSuite:
     def workers(self):
         """A pair for one test. It is closed afterwards, and close must report each outstanding ticket once."""
         pair = self.pair()
-        ledger = Ledger(pair.a.transport, pair.b.transport)
+        ledger = Inbox(pair.a.transport, pair.b.transport)
         try:
             yield pair.a, pair.b, ledger
             pair.close()
@@ -195,6 +231,7 @@ class TransportSuite:
             buffer = a.allocate(8).buffer
             for call in (
                 lambda: a.transport.send(a.endpoint + 1000, 1, buffer),
+                lambda: a.transport.send_control(a.endpoint + 1000, CONTROL_TAG_BIT, b""),
                 lambda: a.transport.cancel(123_456),
             ):
                 with pytest.raises(LocalError):
@@ -222,43 +259,133 @@ class TransportSuite:
                 transport.send(a.endpoint, 1, a.allocate(8).buffer)
             assert transport.progress() == [], "a ticket ended after close had ended it"
 
+    def test_control_messages_of_every_size_arrive_in_order(self):
+        with self.workers() as (a, _b, inbox):
+            payloads = [
+                pattern(nbytes, seed) for seed, nbytes in enumerate(CONTROL_SIZES_BYTES * 2)
+            ]
+            for payload in payloads:
+                a.transport.send_control(a.endpoint, TAG, payload)
+            arrived = inbox.take(len(payloads))
+            assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
+
+    def test_unknown_tags_and_long_control_messages_are_refused(self):
+        with self.workers() as (a, _b, inbox):
+            unknown, limited = CONTROL_TAG_BIT | 6, CONTROL_TAG_BIT | 7
+            inbox.limits = {limited: 1000}
+            for tag, nbytes in ((unknown, 9), (limited, 1001), (limited, 300_000), (limited, 1000)):
+                a.transport.send_control(a.endpoint, tag, pattern(nbytes, 1))
+            assert set(inbox.take(4)) == {
+                ControlRefused(unknown, 9),
+                ControlRefused(limited, 1001),
+                ControlRefused(limited, 300_000),
+                ControlMessage(limited, pattern(1000, 1)),
+            }
+
     def test_unexpected_messages_are_dropped(self):
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):
-            with self.workers() as (a, b, ledger):
+            with self.workers() as (a, b, inbox):
                 sent, received, rest = a.allocate(nbytes), b.allocate(nbytes), b.allocate(nbytes)
                 sent.write(pattern(nbytes, 1))
-                tags = [3, awaited + 2, 1 << 63, 4 * block, awaited + 1]
+                tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
                 sends = [(0, a.transport.send(a.endpoint, tag, sent.buffer)) for tag in tags]
                 for count, tag, memory in ((1, 2, received), (2, 1, rest)):
                     dropped = []
                     while sum(dropped) < count:
                         assert len(dropped) < 100_000, "unexpected messages are kept"
-                        ledger.step()
+                        inbox.step()
                         dropped.append(b.transport.discard_unexpected([awaited], -block))
                     assert sum(dropped) == count, "an expected message was dropped"
                     recv = (1, b.transport.recv(awaited + tag, memory.buffer))
-                    assert ledger.wait(recv) == [None], "an expected message did not arrive"
+                    assert inbox.wait(recv) == [None], "an expected message did not arrive"
                     assert memory.read() == pattern(nbytes, 1), "it arrived changed"
-                ledger.wait(*sends)
+                inbox.wait(*sends)
+
+    def test_untaken_control_messages_are_bounded(self):
+        with self.workers() as (a, _b, _inbox), pytest.raises(PeerLostError):
+            send_control(a, *[pattern(MAX_UNSENT_CONTROL_BYTES >> 4, 1)] * 128)
+
+    def test_thousands_of_control_messages_wait_for_a_slow_peer(self):
+        with self.workers() as (a, _b, inbox):
+            payloads = [pattern(100, seed) for seed in range(5000)]
+            send_control(a, *payloads)
+            assert [m.payload for m in inbox.take(len(payloads))] == payloads
+
+    def test_a_closed_transport_takes_no_control_messages(self):
+        with self.workers() as (a, b, inbox):
+            a.transport.send_control(a.endpoint, TAG, b"before")
+            inbox.take(1)
+            for nbytes in (10, 300_000):
+                a.transport.send_control(a.endpoint, TAG, pattern(nbytes, 1))
+            b.transport.close()
+            assert b.transport.receive_control(inbox.limits) == [], "messages after the end"
+            with pytest.raises(LocalError):
+                b.transport.send_control(b.endpoint, TAG, b"")
+            failures = a.transport.receive_control({})
+            assert all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere"
+
+    def test_close_sends_pending_control_messages(self):
+        with self.workers() as (a, _b, inbox):
+            a.transport.send_control(a.endpoint, TAG, b"warm")
+            inbox.take(1)
+            payloads = [pattern(100, seed) for seed in range(20)]
+            send_control(a, *payloads)
+            a.transport.close()
+            arrived = inbox.take(len(payloads))
+            assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
 
     @pytest.mark.parametrize("nbytes", [8, 300_000, 1 << 20])
-    def test_a_message_wakes_a_polling_thread(self, nbytes):
+    @pytest.mark.parametrize("is_control", [False, True])
+    def test_a_message_wakes_a_polling_thread(self, is_control, nbytes):
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
         with self.workers() as (sleeper, sender, _):
             if sleeper.transport.fileno() == NO_FILENO:
                 pytest.skip("this transport has no descriptor to wait for")
-            ledger = Ledger(sender.transport, sleeper.transport)
-            exchange(ledger, sender, sleeper, 1)
+            inbox = Inbox(sender.transport, sleeper.transport)
+            exchange(inbox, sender, sleeper, 1)
+            sender.transport.send_control(sender.endpoint, TAG, b"warm")
+            inbox.take(1)
             recv = sleeper.transport.recv(2, sleeper.allocate(nbytes).buffer)
-            poller = quiet(sleeper.transport, ledger)
-            sender.transport.send(sender.endpoint, 2, sender.allocate(nbytes).buffer)
+            poller = quiet(sleeper.transport, inbox)
+            if is_control:
+                sender.transport.send_control(sender.endpoint, TAG, pattern(nbytes, 2))
+            else:
+                sender.transport.send(sender.endpoint, 2, sender.allocate(nbytes).buffer)
             came = []
 
             def take():
                 if poller.poll(10):
                     came.extend(completion.ticket for completion in sleeper.transport.progress())
+                    came.extend(sleeper.transport.receive_control(inbox.limits))
                 sender.transport.progress()
 
             until(lambda: came, take)
-            assert came == [recv], "something else came"
+            expected = ControlMessage(TAG, pattern(nbytes, 2)) if is_control else recv
+            assert came == [expected], "something else came"
+
+    def test_control_messages_to_a_lost_peer_are_refused(self):
+        pair = self.pair()
+        try:
+            if pair.lose_b is None:
+                pytest.skip("this pair cannot lose a worker")
+            pair.a.transport.send_control(pair.a.endpoint, TAG, b"before")
+            pair.lose_b()
+            errors = []
+
+            def send():
+                pair.a.transport.progress()
+                for event in pair.a.transport.receive_control({}):
+                    if isinstance(event, ControlFailed):
+                        assert event.endpoint == pair.a.endpoint, "another endpoint failed"
+                        errors.append(event.error)
+                try:
+                    pair.a.transport.send_control(pair.a.endpoint, TAG, b"after")
+                except KVConnectorError as raised:
+                    errors.append(raised)
+
+            until(lambda: errors, send)
+            assert isinstance(errors[-1], PeerLostError), f"wrong error {errors!r}"
+        finally:
+            pair.a.transport.close()
+            pair.release()

@@ -193,7 +193,8 @@ class DataPath:
             return timeout_s
         if self.reads.waiting and len(self.reads.active) < MAX_READS:
             return MAX_LEASE_RUN_S
-        if self.lock.is_handshaking and self._is_handshaking():
+        is_greeted = self.lock.is_handshaking and self._is_handshaking()
+        if is_greeted or self.transport.arriving_control:
             return min(timeout_s, LOOK_AGAIN_S)
         rows = self.reads.active or self.receives.active or self.sends.active
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s

@@ -92,8 +92,8 @@ class Receives(Programs[Receive]):
 
     # -- greetings --
 
-    def connect_back(self, link: Link, address: bytes) -> None:
-        """Open an endpoint to a producer worker, to learn of its loss.
+    def connect_back(self, link: Link, address: bytes) -> int:
+        """Open an endpoint to a producer worker, for messages, and to learn of its loss. Returns the endpoint.
 
         Raises:
             IncompatiblePeerError, RemoteProtocolError, TransportError: see `UcxTransport.connect`.
@@ -101,6 +101,7 @@ class Receives(Programs[Receive]):
         endpoint = self._endpoints[link] = self._transport.connect(address)
         if self._transport.falls_back_to_tcp(endpoint):
             self._tcp_fallbacks.add(link)
+        return endpoint
 
     def disconnect(self, link: Link) -> None:
         """Close the endpoint to a producer worker, and stop waiting for its warm-up messages. Idempotent."""

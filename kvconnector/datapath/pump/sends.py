@@ -76,6 +76,10 @@ class Sends(Programs[Sending]):
         else:
             self.loop.events.append(ev.EndpointOpened(link))
 
+    def endpoint(self, link: Link) -> int:
+        """Return the endpoint to a consumer worker; 0 if there is none."""
+        return self._endpoints.get(link, 0)
+
     def probe(self, link: Link, probe: Probe) -> None:
         """Send the messages by which a consumer worker measures bandwidth, unless it is lost."""
         for index in range(probe.count if link in self._endpoints else 0):
@@ -172,7 +176,7 @@ class Sends(Programs[Sending]):
             if sending.error is None:
                 link = sending.send.link
                 try:
-                    handle = self._transport.endpoint_handle(self._endpoints.get(link, 0))
+                    handle = self._transport.endpoint_handle(self.endpoint(link))
                     self.set(sending, "endpoint", handle)
                 except KVConnectorError as error:
                     self._fail(link, error)

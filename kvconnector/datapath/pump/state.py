@@ -18,6 +18,7 @@ from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
 from kvconnector.transport import MessageSizeError
+from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport, abi
 from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump import records as r
@@ -36,6 +37,7 @@ _UCP_FUNCTIONS = {
     "request_free": "ucp_request_free",
     "request_cancel": "ucp_request_cancel",
     "worker_arm": "ucp_worker_arm",
+    "tag_probe": "ucp_tag_probe_nb",
 }
 _LIBC_FUNCTIONS = ("clock_gettime", "usleep")
 """libc's, by address so that a test can replace them."""
@@ -90,6 +92,7 @@ class LoopState:
         for name, function in _UCP_FUNCTIONS.items():
             setattr(state, name, address_of_function(function, libucp.library.keeping))
         state.worker = libucp.worker_handle
+        state.control_tag = CONTROL_TAG_BIT
         state.send_param, state.recv_param = map(ctypes.addressof, params)
         state.recv_info = ctypes.addressof(recv_info)
         state.runs, state.lock = ctypes.addressof(runs), ctypes.addressof(self.lock)

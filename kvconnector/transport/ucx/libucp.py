@@ -214,11 +214,13 @@ class Libucp:
         posted = _posted(self._keeping.ucp_tag_recv_nbx(*place, byref(self._recv_param)))
         return posted if posted.request else Posted(0, posted.status, self._info.length)
 
-    def find_unexpected(self, *, take: bool = True) -> Unexpected | None:
-        """Return the oldest message without a receive, or None. With `take`, it must then be received, see
-        `receive_unexpected`.
+    def find_unexpected(
+        self, tag: int = 0, mask: int = 0, *, take: bool = True
+    ) -> Unexpected | None:
+        """Return the oldest message without a receive whose tag is `tag` in the bits of `mask`, or None. With `take`,
+        it must then be received, see `receive_unexpected`.
         """
-        handle = self._keeping.ucp_tag_probe_nb(self._worker, 0, 0, take, byref(self._info))
+        handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, take, byref(self._info))
         if not handle:
             return None
         return handle, int(self._info.sender_tag), int(self._info.length)

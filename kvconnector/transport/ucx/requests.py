@@ -16,8 +16,10 @@ from kvconnector.errors import (
 from kvconnector.transport.base import (
     Buffer,
     Completion,
+    ControlFailed,
     MessageSizeError,
     RegistrationError,
+    buffer_of_bytes,
 )
 from kvconnector.transport.ucx.abi import (
     ERR_CANCELED,
@@ -37,6 +39,7 @@ _LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 class Endpoint:
     """An endpoint of UCX. If it is `watched`, UCX reports the loss of the peer; else the peer's process is looked at.
     `lanes`: see `UcxTransport.lanes`. `falls_back` is True if it uses TCP although RDMA ports are active.
+    `unsent_control_bytes` are the bytes of control messages that UCX has not finished.
     """
 
     handle: int
@@ -51,6 +54,8 @@ class Endpoint:
         state = f"lost: {self.lost.statement}" if self.lost else watch
         return f"<Endpoint {self.lanes} to process {self.peer.process_id}, {state}>"
 
+    unsent_control_bytes: int = 0
+
 
 End: TypeAlias = Callable[[KVConnectorError | None], None]
 """Takes the error of an operation that has ended, or None."""
@@ -59,7 +64,7 @@ End: TypeAlias = Callable[[KVConnectorError | None], None]
 @dataclass(slots=True)
 class _Operation:
     """One send (`endpoint` is set) or receive that UCX has not finished. `end` is called once, when the operation or
-    the wait for it ends, and is None after that.
+    the wait for it ends, and is None after that. `control_bytes` are the bytes of a control message.
     """
 
     request: int
@@ -67,6 +72,7 @@ class _Operation:
     buffer: Buffer
     endpoint: Endpoint | None
     end: End | None = None
+    control_bytes: int = 0
     cancelled: bool = False
 
 
@@ -82,7 +88,8 @@ class RequestTable:
         self.operations: dict[int, _Operation] = {}
         """By ticket, for as long as UCX may use their memory."""
         self.finished: list[Completion] = []
-        """For the transport to take."""
+        self.failed_control: list[ControlFailed] = []
+        """Both are for the transport to take."""
         self._num_tickets = 0
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
@@ -117,6 +124,25 @@ class RequestTable:
         ticket = self._new_ticket()
         self.operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
+
+    def keep_control(
+        self, posted: Posted, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes
+    ) -> None:
+        """Keep a control message that UCX did not send at once. It gets no ticket. Raises the error that UCX returned
+        instead.
+        """
+
+        def end(error: KVConnectorError | None) -> None:
+            if error is not None:
+                self.failed_control.append(ControlFailed(endpoint_id, error))
+
+        buffer = buffer_of_bytes(payload)
+        operation = _Operation(posted.request, tag, buffer, endpoint, end, len(payload))
+        if posted.status == IN_PROGRESS:
+            self.operations[self._new_ticket()] = operation
+            endpoint.unsent_control_bytes += len(payload)
+        elif (error := self._error(operation, posted.status, 0)) is not None:
+            raise error
 
     def cancel(self, ticket: int) -> None:
         """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned. Raises
@@ -160,6 +186,8 @@ class RequestTable:
         for ticket, status, length in finished:
             operation = self.operations.pop(ticket)
             self._libucp.request_free(operation.request)
+            if operation.endpoint is not None:
+                operation.endpoint.unsent_control_bytes -= operation.control_bytes
             _end(operation, self._error(operation, status, length))
 
     def num_bytes(self) -> int:
@@ -171,9 +199,10 @@ class RequestTable:
         return any(operation.endpoint is None for operation in self.operations.values())
 
     def cancel_all(self) -> None:
-        """Cancel everything, see `cancel`."""
-        for ticket in self.operations:
-            self.cancel(ticket)
+        """Cancel everything except control messages, see `cancel`."""
+        for ticket, operation in self.operations.items():
+            if not operation.control_bytes:
+                self.cancel(ticket)
 
     def _new_ticket(self) -> int:
         self._num_tickets += 1

@@ -32,11 +32,20 @@ from kvconnector.errors import (
     KVConnectorError,
     LocalError,
     OperationCancelledError,
+    PeerLostError,
     TransportError,
 )
-from kvconnector.transport.base import Buffer, Completion
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    MAX_UNSENT_CONTROL_BYTES,
+    Buffer,
+    Completion,
+    ControlEvent,
+)
 from kvconnector.transport.ucx.abi import ERR_BUSY, OK
 from kvconnector.transport.ucx.address import WorkerAddress, this_process
+from kvconnector.transport.ucx.control import ControlReceives
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.libucp import Context, Libucp
@@ -64,7 +73,7 @@ SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 
 class UcxTransport:
     """A UCX worker, which sends and receives as `base` has it. Once it is closed, every method except `progress`,
-    `disconnect` and `close` raises `LocalError`.
+    `receive_control`, `disconnect` and `close` raises `LocalError`.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
@@ -108,6 +117,9 @@ class UcxTransport:
         )
         self._registers_memory = bool(rdma_devices(resources))
         self._requests = RequestTable(self._libucp, self.may_have_lost_a_peer)
+        self._control = ControlReceives(self._libucp, self._requests)
+        self.arriving_control = self._control.arriving
+        """Control messages that `receive_control` has begun to take, by tag."""
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._falls_back = partial(
             (rdma or RdmaChoice(library)).check, options=options, require_rdma=require_rdma
@@ -191,21 +203,58 @@ class UcxTransport:
         finished, self._requests.finished = self._requests.finished, []
         return finished
 
+    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+        """Post a control message, without blocking. `payload` is kept for as long as UCX needs it.
+
+        Raises:
+            LocalError: no such endpoint (any more).
+            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL_BYTES` have not left yet.
+        """
+        opened = self._endpoints.get(endpoint)
+        if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
+            self._step()
+            if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
+                raise PeerLostError("the peer takes no control messages any more")
+        if opened.lost is not None:
+            raise opened.lost
+        posted = self._libucp.tag_send(opened.handle, payload, len(payload), tag, host=True)
+        if posted.status != OK:
+            self._requests.keep_control(posted, opened, endpoint, tag, payload)
+
+    def receive_control(
+        self, limits: Mapping[int, int], *, progress: bool = False
+    ) -> list[ControlEvent]:
+        """Return the control messages that arrived or failed, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it
+        after `progress()`, before sleeping, until it returns nothing. `limits` are the bytes that a message may have,
+        by tag; no memory is spent on others. `progress` drives UCX first: call `progress()` as well before sleeping.
+        """
+        if self._closed:
+            return []
+        if progress:
+            self._step()
+        events = self._control.take(limits)
+        while self._control.has_begun and len(events) < MAX_CONTROL_PER_CALL:
+            self._drive()
+            events += self._control.take(limits)
+        if self._requests.finished:
+            self._libucp.worker_signal()  # found on the way: `progress` must report it
+        if self._requests.failed_control:
+            events += self._requests.failed_control
+            self._requests.failed_control = []
+        return events
+
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
         """Drop messages that `progress` brought and no `recv` was posted for, from the oldest to the first whose tag is
-        `awaited` in the bits of `mask`. Returns their number.
+        `awaited` in the bits of `mask`. Returns their number; control messages are not among them.
         """
         count = 0
         while not self._closed:
-            found = self._libucp.find_unexpected(take=False)
+            found = self._libucp.find_unexpected(0, CONTROL_TAG_BIT, take=False)
             if found is None or found[1] & mask in awaited:
                 break
-            message = self._libucp.find_unexpected()
+            message = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
             assert message is not None  # it was just found
-            handle, tag, _ = message
-            posted = self._libucp.receive_unexpected(handle, 0, 0)
-            if posted.request:
-                self._requests.adopt(posted.request, tag, Buffer(0, 0, "cpu", None), None)
+            self._control.refuse(message)
             count += 1
         return count
 
@@ -215,7 +264,7 @@ class UcxTransport:
         return self._libucp.worker_event_fd()
 
     def close(self) -> None:
-        """Cancel what is outstanding and release everything, in order. Takes at most
+        """Cancel what is outstanding and release everything, in order. Control messages still go out. Takes at most
         about `close_timeout_s`, and that only if a peer does not answer. Idempotent.
         """
         if self._closed:

@@ -529,6 +529,12 @@ static kvc_status recv_test(void *request, struct kvc_tag_info *info)
     return 0;
 }
 
+static void *no_message(void *worker, uint64_t tag, uint64_t mask, int removes, struct kvc_tag_info *info)
+{
+    (void)worker, (void)tag, (void)mask, (void)removes, (void)info;
+    return NULL;
+}
+
 static void forget_request(void *request)
 {
     (void)request;
@@ -567,6 +573,7 @@ static struct kvc_state new_state(struct kvc_lock *lock, struct pollfd *wake, st
         .worker_arm = arm,
         .tag_send = send_tagged,
         .tag_recv = recv_tagged,
+        .tag_probe = no_message,
         .request_status = send_status,
         .request_free = forget_request,
         .request_cancel = cancel_request,

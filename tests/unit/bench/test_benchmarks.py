@@ -172,7 +172,10 @@ def test_bursts_of_a_mixed_cache_are_moved_whole_and_counted():
 def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatch):
     monkeypatch.setenv("KVCONNECTOR_STAGING_WINDOW", "7")
     monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "/not/for/loopback")
-    assert _options().config("p", "producer").staging.window == 7
+    monkeypatch.setenv("KVCONNECTOR_CONTROL_OVER_UCX", "false")
+    config = _options().config("p", "producer")
+    assert config.staging.window == 7
+    assert not config.control.over_ucx
     assert _options().config("p", "producer", {"staging": {"window": 2}}).staging.window == 2
 
 

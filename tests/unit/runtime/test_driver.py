@@ -191,7 +191,7 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
     monkeypatch.setattr(driver.links.control, "poll", poll)
     monkeypatch.setattr(driver.producer, "handle", lambda event, now: handled.append(event) or [])
     driver.clock = Slow(driver.clock())
-    while driver.links.arrived or driver.num_queued or not handled:
+    while driver.links.has_arrived or driver.num_queued or not handled:
         before = driver.num_queued + len(handled)
         if is_inline:
             driver.progress_inline(WORK_S)

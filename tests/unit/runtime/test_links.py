@@ -1,4 +1,6 @@
-"""Two workers' `Links` over a network in memory: their messages, how they end, and what they reject."""
+"""Two workers' `Links` over networks in memory: when they switch to the transport, how they end, what they reject."""
+
+import logging
 
 import pytest
 
@@ -7,10 +9,12 @@ from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
 from kvconnector.session.link import Link
+from kvconnector.transport.base import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
 from kvconnector.wire import messages as m
 from kvconnector.wire.versions import SPOKEN
 from tests.support.inproc_control import ControlHub
+from tests.support.loopback import LoopbackNetwork
 
 LIMIT_BYTES = 4096
 
@@ -18,12 +22,13 @@ LIMIT_BYTES = 4096
 class Side:
     """One worker."""
 
-    def __init__(self, hub, *, max_message_bytes=LIMIT_BYTES):
-        self.control = hub.open()
+    def __init__(self, network, hub, *, over_ucx=True, max_message_bytes=LIMIT_BYTES):
+        self.transport, self.control = network.transport(), hub.open()
         self.lost = []
         self.links = Links(
             self.control,
-            ControlConfig(max_message_bytes=max_message_bytes),
+            self.transport,
+            ControlConfig(max_message_bytes=max_message_bytes, over_ucx=over_ucx),
             report=self.lost.append,
         )
 
@@ -38,6 +43,7 @@ class Side:
         self.links.flush()
 
     def poll(self):
+        self.transport.progress()
         return [payload for _, payload in self.links.poll()]
 
 
@@ -49,23 +55,130 @@ class Pair:
     """A consumer that has greeted a producer."""
 
     def __init__(self, consumer=None, producer=None):
-        hub = ControlHub(seed=0)
-        self.d = Side(hub, **(consumer or {}))
-        self.p = Side(hub, **(producer or {}))
+        hub, self.network = ControlHub(seed=0), LoopbackNetwork(seed=0)
+        self.d = Side(self.network, hub, **(consumer or {}))
+        self.p = Side(self.network, hub, **(producer or {}))
+        self.attacker = self.network.transport()
+        self.to_p = self.attacker.connect(self.p.transport.address)
 
     def greet(self):
         d, p = self.d, self.p
         d.links.open(Link(1), p.control.address, "", SPOKEN.newest)
+        inbox = d.links.open_inbox(d.link)
         d.send("hello")
         assert texts(p.poll()) == ["hello"]
+        p.links.set_peer_inbox(p.link, inbox)
+        self.reply = None
+        if p.links.has_peer_inbox(p.link):
+            p.links.use_endpoint(p.link, p.transport.connect(d.transport.address))
+            self.reply = p.links.open_inbox(p.link)
         p.send("welcome", m.HelloReply, incarnation="p")
         assert texts(d.poll()) == ["welcome"]
+        d.links.set_peer_inbox(d.link, self.reply)
+        d.links.use_endpoint(d.link, d.transport.connect(p.transport.address))
         return self
+
+    def forge(self, payload, tag=None):
+        """Send the producer a message, as somebody without the key would."""
+        tag = CONTROL_TAG_BIT | self.reply.inbox_id if tag is None else tag
+        self.attacker.send_control(self.to_p, tag, payload)
+
+    def goes_over_transport(self, side, text):
+        """Send; return True if that went over the transport."""
+        sent, send = [], side.transport.send_control
+        side.transport.send_control = lambda *each: sent.append(each) or send(*each)
+        try:
+            side.send(text)
+        finally:
+            side.transport.send_control = send
+        return bool(sent)
+
+
+@pytest.fixture(params=[True, False], ids=["over UCX", "over ZMQ"])
+def pair(request):
+    return Pair(producer={"over_ucx": request.param}).greet()
 
 
 @pytest.fixture
-def pair():
+def over_ucx():
     return Pair().greet()
+
+
+def test_the_producer_switches_channels_after_the_consumer(over_ucx):
+    d, p = over_ucx.d, over_ucx.p
+    assert not over_ucx.goes_over_transport(p, "the answer to the hello may be on its way")
+    assert over_ucx.goes_over_transport(d, "first")
+    assert not over_ucx.goes_over_transport(p, "not heard yet")
+    assert texts(p.poll()) == ["first"]
+    assert texts(d.poll())[-1:] == ["not heard yet"]
+    assert over_ucx.goes_over_transport(p, "now")
+    assert texts(d.poll()) == ["now"]
+
+
+@pytest.mark.parametrize("which", ["consumer", "producer"])
+def test_messages_stay_on_the_control_channel_unless_both_sides_want_otherwise(which):
+    pair = Pair(**{which: {"over_ucx": False}}).greet()
+    for _ in range(2):
+        assert not pair.goes_over_transport(pair.d, "message")
+        assert texts(pair.p.poll()) == ["message"]
+        assert not pair.goes_over_transport(pair.p, "answer")
+        assert texts(pair.d.poll()) == ["answer"]
+
+
+def test_forged_messages_are_dropped_counted_and_warned_of_once(over_ucx, caplog):
+    with caplog.at_level(logging.WARNING):
+        over_ucx.forge(b"")
+        over_ucx.forge(b"short")
+        over_ucx.forge(bytes(200))
+        over_ucx.forge(bytes(200), tag=CONTROL_TAG_BIT | 12345)
+        over_ucx.forge(bytes(LIMIT_BYTES + 1000))
+        assert over_ucx.p.poll() == []
+    assert over_ucx.p.links.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
+    assert len(caplog.records) == 1
+    over_ucx.d.send("genuine")
+    assert texts(over_ucx.p.poll()) == ["genuine"]
+
+
+def test_a_gap_in_the_messages_ends_the_link(over_ucx):
+    transport = over_ucx.d.transport
+    send, transport.send_control = transport.send_control, lambda *_: None
+    over_ucx.d.send("lost")
+    transport.send_control = send
+    over_ucx.d.send("next")
+    assert over_ucx.p.poll() == []
+    (lost,) = over_ucx.p.lost
+    assert isinstance(lost.error, PeerLostError)
+    assert "messages were lost" in str(lost.error)
+
+
+def test_a_message_that_cannot_be_sent_ends_its_link_alone(over_ucx):
+    over_ucx.network.lose(over_ucx.p.transport.address)
+    over_ucx.d.send("into the void")
+    over_ucx.d.poll()
+    assert [lost.link.number for lost in over_ucx.d.lost] == [1]
+
+
+def test_many_messages_over_the_transport_come_before_the_peers_end(over_ucx):
+    count = 2 * MAX_CONTROL_PER_CALL + 10
+    over_ucx.d.send("begin")
+    over_ucx.p.poll()
+    for number in range(count):
+        over_ucx.d.send(str(number))
+    over_ucx.d.links.close(over_ucx.d.link)
+    found = []
+    while not over_ucx.p.lost:
+        found += texts(over_ucx.p.poll())
+    assert found == [str(number) for number in range(count)]
+
+
+def test_a_producer_that_leaves_says_its_last_words_on_the_control_channel(over_ucx):
+    over_ucx.d.send("begin")
+    over_ucx.p.poll()
+    link = over_ucx.p.link
+    over_ucx.p.links.send(link, m.Bye(text="last words"))
+    over_ucx.p.links.leave_transport(link)
+    over_ucx.network.lose(over_ucx.p.transport.address)
+    assert texts(over_ucx.d.poll()) == ["last words"]
 
 
 @pytest.mark.parametrize("stated_bytes", [2000, 0, 1 << 30])
@@ -193,6 +306,7 @@ def test_what_a_caller_does_not_take_waits_for_it(pair):
 def test_a_closed_link_gets_none_of_the_messages_that_wait(pair):
     for number in range(3):
         pair.d.send(f"message {number}")
+    pair.p.transport.progress()
     link, _ = next(pair.p.links.poll())
     pair.p.links.close(link)
     assert pair.p.poll() == []

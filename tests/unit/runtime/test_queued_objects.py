@@ -20,7 +20,7 @@ STRANGERS = 0.1
 
 @pytest.fixture
 def queue():
-    queue = LongQueue(num_requests=MANY)
+    queue = LongQueue(over_ucx=True, num_requests=MANY)
     yield queue
     queue.world.close()
 

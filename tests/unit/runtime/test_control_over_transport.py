@@ -1,4 +1,4 @@
-"""Whole workers and their control messages, in a world without sockets."""
+"""Whole workers whose control messages travel over the transport, in a world without sockets."""
 
 from functools import partial
 
@@ -14,6 +14,7 @@ from tests.support.loopback import LoopbackNetwork
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+STAY = {"control": {"insecure": True, "over_ucx": False}}
 
 
 class Deployment:
@@ -63,17 +64,22 @@ def deploy():
         deployment.world.close()
 
 
-def test_a_later_request_needs_no_greeting(deploy):
+def test_workers_that_have_greeted_say_nothing_more_on_the_control_channel(deploy):
     deployment = deploy()
-    deployment.request("first")
+    for name in ("first", "second"):
+        deployment.request(name)
+        assert deployment.world.run(deployment.world.is_quiet)
+        deployment.check_copied()
+    assert deployment.kinds == {m.DirectoryRequest, m.Hello, m.HelloReply}
+
+
+@pytest.mark.parametrize("which", ["producer", "consumer"])
+def test_workers_stay_on_the_control_channel_unless_both_want_otherwise(deploy, which):
+    deployment = deploy(**{which: STAY})
+    deployment.request("r")
     assert deployment.world.run(deployment.world.is_quiet)
     deployment.check_copied()
-    assert deployment.kinds >= {m.DirectoryRequest, m.Hello, m.HelloReply, m.Read, m.Done}
-    deployment.kinds.clear()
-    deployment.request("second")
-    assert deployment.world.run(deployment.world.is_quiet)
-    deployment.check_copied()
-    assert deployment.kinds <= {m.Read, m.Done, m.Batch, m.Heartbeat, m.HeartbeatReply}
+    assert deployment.kinds >= {m.Read, m.Done, m.Heartbeat, m.HeartbeatReply}
 
 
 def _both_report(workers, request_id, field):
