@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(240)
 QUICK = {
     ("link cut for 3 s", "reading"),
     ("producer stopped for 3 s", "after the read"),
-    ("consumer rank killed", "idle"),
     ("consumer rank killed", "reading"),
 }
 """Faults that every change is tested with; the others are slow."""
