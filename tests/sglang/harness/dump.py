@@ -72,7 +72,11 @@ def _dump(folder, scheduler, req, side):
 
 
 class Digests:
-    """`{(name, head): {token: digest}}` of one rank for a request: K and V of each layer, or its latent, and states."""
+    """`{(name, head): {token: digest}}` of one rank for a request: K and V of each layer, or its latent, and states.
+    `joins_parts`: a token's K and V have one digest, as in the harness of vLLM.
+    """
+
+    joins_parts = False
 
     def __init__(self, scheduler, req, rank, size):
         self._scheduler, self._req, self._rank, self._size = scheduler, req, rank, size
@@ -109,13 +113,16 @@ class Digests:
             tensors = {"K": pool.k_buffer[index], "V": pool.v_buffer[index]}
             total = self._scheduler.model_config.get_total_num_kv_heads()
         tokens = first_token + (places[first_token:] != NO_ROW).nonzero().flatten()
-        for name, tensor in tensors.items():
-            heads = tensor.shape[1]
-            values = digest(_bytes(tensor[places[tokens]]).reshape(len(tokens), heads, -1))
+        rows = {name: tensor[places[tokens]] for name, tensor in tensors.items()}
+        if self.joins_parts:
+            rows = {"all": torch.cat([*rows.values()], dim=-1)}
+        for name, values in rows.items():
+            heads = values.shape[1]
+            digests = digest(_bytes(values).reshape(len(tokens), heads, -1))
             first = self._rank * heads
             if heads * self._size > total:
                 first = self._rank * total // self._size
-            for head, of_head in enumerate(values.T.tolist(), first):
+            for head, of_head in enumerate(digests.T.tolist(), first):
                 found = zip(tokens.tolist(), of_head, strict=True)
                 self._found[f"{layer}.{name}", head] = dict(found)
 
@@ -146,11 +153,12 @@ def compare(folder, room):
     Returns:
         A description of the differences; empty if there are none.
     """
-    prefill, decode = (_merged(folder, room, side) for side in ("prefill", "decode"))
+    prefill, decode = (merged_dumps(folder, room, side) for side in ("prefill", "decode"))
     return difference(prefill, decode) if prefill else "the prefill engine dumped nothing"
 
 
-def _merged(folder, room, side):
+def merged_dumps(folder, room, side):
+    """Return an engine's digests for a room."""
     kind = list[tuple[str, int, dict[int, int]]]
     files = Path(folder).glob(f"{room}.{side}.*.dump")
     ranks = [msgspec.msgpack.decode(path.read_bytes(), type=kind) for path in files]

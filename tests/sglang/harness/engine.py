@@ -54,8 +54,8 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`; `dumps`: the folder for the
-    digests of its cache.
+    """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`, where None leaves one out;
+    `dumps`: the folder for the digests of its cache.
     """
 
     model: str
@@ -69,7 +69,8 @@ class EngineSpec:
         """Return the command line."""
         flags = []
         for name, value in {"model-path": self.model, **OPTIONS, **self.options}.items():
-            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            if value is not None:
+                flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return flags
 
 
