@@ -5,9 +5,11 @@ import weakref
 import pytest
 from msgspec.structs import replace
 
+from kvconnector.agenda import MAX_AT_ONCE
 from kvconnector.errors import LocalError, PeerLostError, TransportError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
+from kvconnector.session import peers
 from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
 from kvconnector.session.orders import GrowRequest, WithdrawRequest
 from kvconnector.wire import messages as m
@@ -72,6 +74,45 @@ def test_every_message_about_a_lease_needs_its_secret(side, secret):
     side.handle(harness.heartbeat(-1, key), harness.done(key=key), harness.abort(key=key))
     assert side.num_leases == 1
     assert harness.released(side.tick(10.0)) == [("r", "expired")]
+
+
+def test_a_read_of_a_complete_prompt_names_its_blocks(side):
+    """Otherwise a consumer that was given other blocks would take these bytes for theirs."""
+    harness.welcome(side)
+    side.handle(harness.hold())
+    for read_id, blocks in enumerate(((), (harness.GroupBlocks.of([3, 1, 9]),)), 1):
+        asked = side.receive(-1, harness.read(read_id, blocks=blocks))
+        assert harness.refusals(asked) == [Refusal.INVALID_READ]
+    assert harness.of(side.receive(-1, harness.read(3)), "start_send")
+
+
+def test_an_early_read_that_comes_twice_is_served_once(side):
+    harness.welcome(side)
+    assert side.receive(-1, harness.read()) == side.receive(-1, harness.read()) == []
+    calls = side.handle(harness.hold())
+    assert len(harness.of(calls, "start_send")) == 1
+    assert not harness.of(calls, "note_contained")
+
+
+def test_early_messages_that_are_over_leave_nothing_behind(side, monkeypatch):
+    monkeypatch.setattr(peers, "MAX_EARLY_BYTES", 3 * peers.EVENT_BYTES // 2)
+    harness.welcome(side)
+    for number in range(9):
+        key = m.TransferKey(transfer_id=f"t{number}", secret=harness.SECRET)
+        assert side.receive(-1, harness.read(number, key=key)) == []
+        (ended,) = harness.messages(side.handle(harness.cancel(-1, number)), m.ReadEnded)
+        assert (ended.read_id, ended.sent_chunks) == (number, 0)
+    assert repr(side.session._early) == "<early events of 0 transfers, 0 bytes>"
+
+
+def test_early_messages_of_a_lost_peer_are_forgotten_at_once(side):
+    harness.welcome(side)
+    for number in range(3 * MAX_AT_ONCE):
+        key = m.TransferKey(transfer_id=f"t{number}", secret=harness.SECRET)
+        side.receive(-1, harness.read(number, key=key))
+    side.handle(ev.LinkLost(-1, PeerLostError("gone")))
+    side.settle()
+    assert repr(side.session._early) == "<early events of 0 transfers, 0 bytes>"
 
 
 def test_a_reused_name_may_be_read_early(side):

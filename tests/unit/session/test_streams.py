@@ -84,6 +84,14 @@ def test_followers_that_cannot_be_told_of_a_prompts_end_lose_their_link():
     assert subjects == ["request r", "the followers of request r"]
 
 
+def test_a_read_of_a_streamed_prompt_that_names_blocks_names_its_own():
+    side = _filling()
+    side.handle(_granted(12, is_complete=True))
+    wrong = harness.read(1, blocks=(harness.GroupBlocks.of([3, 1, 9]),))
+    assert harness.refusals(side.receive(-1, wrong)) == [Refusal.INVALID_READ]
+    assert harness.of(side.receive(-1, harness.read(2)), "start_send")
+
+
 def test_reads_are_expected_of_a_complete_leases_blocks():
     side = _filling()
     assert not harness.of(side.handle(_granted(8)), "expect_reads")
