@@ -376,8 +376,9 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
-        # its tree also caches slots of a window before the first token that was transferred. With longer pages SGLang
-        # has each prompt's whole window transferred anew, whatever is cached
+        # its tree may cache slots of a window before the first token that was transferred, and nothing shows that a
+        # later prompt attends to none of them. With longer pages SGLang has each prompt's whole window transferred
+        # anew, whatever is cached
         "disaggregation_decode_enable_radix_cache with sliding windows in pages of one token": (
             disagg.disaggregation_decode_enable_radix_cache
             and "swa" in args.state_types

@@ -72,6 +72,12 @@ def window_hits(pair, outcome):
     for count in (250, 160, 97):
         _ask_for_tokens(pair, outcome, base[:count])
         _ask_for_tokens(pair, outcome, base[:count] + prompt_of(30, seed=count))
+    # after an answer of one token no slot of the window has been given up, also those that nothing was transferred to
+    for seed, length in enumerate((300, 304, 333)):
+        once = prompt_of(length, seed=90 + seed)
+        _ask_for_tokens(pair, outcome, once, max_tokens=1)
+        for count in (length - 1, length - 32, 224, 160):
+            _ask_for_tokens(pair, outcome, once[:count] + prompt_of(20, seed=count))
     # answers longer than the window: its first tokens have left it when they are cached
     turn = base[:200] + prompt_of(20, seed=72)
     for number in range(3):
