@@ -11,6 +11,7 @@ from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from kvconnector.session import peers
 from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
+from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import GrowRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -105,6 +106,14 @@ def test_early_messages_that_are_over_leave_nothing_behind(side, monkeypatch):
     assert repr(side.session._early) == "<early events of 0 transfers, 0 bytes>"
 
 
+def test_an_early_read_counts_with_its_blocks(side, monkeypatch):
+    monkeypatch.setattr(peers, "MAX_EARLY_BYTES", 4 * peers.EVENT_BYTES)
+    harness.welcome(side)
+    long = harness.read(1, blocks=(harness.GroupBlocks.of(range(peers.EVENT_BYTES)),))
+    assert harness.refusals(side.receive(-1, long)) == [Refusal.INTERNAL]
+    assert side.receive(-1, harness.read(2)) == []
+
+
 def test_early_messages_of_a_lost_peer_are_forgotten_at_once(side):
     harness.welcome(side)
     for number in range(3 * MAX_AT_ONCE):
@@ -135,6 +144,20 @@ def test_reads_need_a_greeting_and_the_current_incarnation(side):
     harness.welcome(side)
     stale = side.receive(-1, harness.read(incarnation="zero"))
     assert harness.refusals(stale) == [Refusal.STALE_INCARNATION]
+
+
+def test_a_worker_may_read_from_its_welcome_until_it_is_lost(side):
+    side.handle(harness.hold(), FromPeer(-1, harness.hello(harness.engine("d"))))
+    assert harness.refusals(side.receive(-1, harness.read(1))) == [Refusal.NOT_GREETED]
+    side.handle(ev.EndpointOpened(-1))
+    (started,) = harness.of(side.receive(-1, harness.read(2)), "start_send")
+    side.handle(ev.LinkLost(-1, PeerLostError("gone")))  # its send is still to stop
+    assert not harness.of(side.receive(-1, harness.read(3)), "start_send")
+    assert side.handle(harness.done(), harness.abort()) == []
+    assert side.num_leases == 1
+    assert side.links[-1].peer is not None
+    side.handle(ev.SendOver(started.send, 0))
+    assert side.links[-1].peer is None
 
 
 def test_a_cancelled_read_does_not_end_its_lease():
