@@ -323,28 +323,49 @@ void kvc_copy_part(const struct kvc_part *dst, const struct kvc_side *dst_side, 
     copy_run(run_dst, run_src, run_bytes, is_streamed);
 }
 
-/* Convert the tokens `first` to `last` of one part, all heads: `scales` has one pair for each. Checks nothing. */
+static bool are_alike(const struct kvc_scale *scales, int64_t count)
+{
+    for (int64_t index = 1; index < count; index++)
+        if (scales[index].src != scales[0].src || scales[index].dst != scales[0].dst)
+            return false;
+    return true;
+}
+
+/* Convert the tokens `first` to `last` of one part, all heads: `scales` has one pair for each. Checks nothing.
+ *
+ * Heads of one scale that follow each other are one row. Otherwise memory is read in its order: in NHD a token's heads,
+ * then the next token's. */
 void kvc_convert_part(const struct kvc_part *dst, const struct kvc_side *dst_side, const struct kvc_part *src,
                       const struct kvc_side *src_side, int64_t num_heads, int64_t first, int64_t last, int64_t head_dim,
                       int64_t conversion, const struct kvc_scale *scales)
 {
     int64_t src_item = kvc_element_bytes(conversion >> 8 & 255), dst_item = kvc_element_bytes(conversion & 255), count;
+    bool is_one_scale = are_alike(scales, num_heads);
     for (int64_t token = first; token < last; token += count) {
         struct box to = box_at(dst, dst_side, token), from = box_at(src, src_side, token);
         count = least(last - token, least(to.num_tokens, from.num_tokens));
-        int64_t num_rows = count, row_items = head_dim;
+        int64_t heads = num_heads, num_rows = count, row_items = head_dim;
         struct strides to_by = {to.token_stride, to.dim_stride}, from_by = {from.token_stride, from.dim_stride};
         if (head_dim == 1 || (to_by.outer == dst_item && from_by.outer == src_item))
             swap_axes(&to_by, &from_by, &num_rows, &row_items);
         bool is_dense = to_by.inner == dst_item && from_by.inner == src_item;
+        if (is_dense && is_one_scale && to.head_stride == row_items * dst_item &&
+            from.head_stride == row_items * src_item) {
+            row_items *= heads;
+            heads = 1;
+        }
         if (is_dense && to_by.outer == row_items * dst_item && from_by.outer == row_items * src_item) {
             row_items *= num_rows;
             num_rows = 1;
         }
-        for (int64_t head = 0; head < num_heads; head++)
-            for (int64_t row = 0; row < num_rows; row++)
+        bool is_token_first = from_by.outer > from.head_stride;
+        int64_t outer = is_token_first ? num_rows : heads, inner = is_token_first ? heads : num_rows;
+        for (int64_t index = 0; index < outer; index++)
+            for (int64_t other = 0; other < inner; other++) {
+                int64_t row = is_token_first ? index : other, head = is_token_first ? other : index;
                 kvc_convert_row(to.base + head * to.head_stride + row * to_by.outer, to_by.inner,
                                 from.base + head * from.head_stride + row * from_by.outer, from_by.inner, row_items,
                                 conversion, scales[head]);
+            }
     }
 }

@@ -360,8 +360,9 @@ static void convert_pools(void)
     shape.item = types[dst_type].item_bytes;
     struct pool dst = draw_side(shape);
     struct kvc_scale scales[PARTS * 4];
+    bool is_one_scale = draw(2);
     for (int index = 0; index < PARTS * 4; index++)
-        scales[index] = draw_scale();
+        scales[index] = index % shape.heads && is_one_scale ? scales[index - 1] : draw_scale();
     char *want = malloc((size_t)dst.nbytes);
     CHECK(want);
     memcpy(want, dst.memory, (size_t)dst.nbytes);
