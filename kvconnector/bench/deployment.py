@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvconnector.bench.options import SEED, BenchOptions
-from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.shapes import EngineShape, with_types
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.errors import ConfigError
 
@@ -44,8 +45,19 @@ class Deployment:
 
     @property
     def shapes(self) -> dict[str, EngineShape]:
-        """Both engines, by name."""
-        return {"prefill": self.options.prefill, "decode": self.options.decode}
+        """Both engines, by name. Both state a type of their elements if one does."""
+        options = self.options
+        both = with_types(options.model, options.prefill, options.decode)
+        return dict(zip(("prefill", "decode"), both, strict=True))
+
+    def without_conversion(self) -> Deployment | None:
+        """Return engines that both have the prefill engine's type; None if these have one type."""
+        shapes = self.shapes
+        dtype = shapes["prefill"].dtype
+        if shapes["decode"].dtype == dtype:
+            return None
+        plain = {name: replace(shape, dtype=dtype) for name, shape in shapes.items()}
+        return Deployment(replace(self.options, **plain), self.in_flight)
 
     @property
     def common_block_tokens(self) -> int:

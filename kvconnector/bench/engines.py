@@ -106,7 +106,8 @@ class EnginePair(ProcessPair):
     `paths` are those that requests took, `lanes` the log lines about UCX's lanes, `warnings` those of the workers.
     """
 
-    name, kind = "kvconnector", "ours"
+    name: str = "kvconnector"
+    kind: ContenderKind = "ours"
 
     def __init__(
         self, deployment: Deployment, settings: SettingsByPart = MappingProxyType({})
@@ -123,6 +124,13 @@ class EnginePair(ProcessPair):
 
     def _begin(self, side: str) -> Callable[[], list[str]]:
         return self.engines[side].begin(Engine.start, side, ROLES[side], self._settings)
+
+    @classmethod
+    def without_conversion(cls, deployment: Deployment) -> EnginePair:
+        """Return a pair to compare one with whose engines have two types: both have the prefill engine's."""
+        pair = cls(deployment)
+        pair.name, pair.kind = "kvconnector, without conversion", "variant"
+        return pair
 
     def restart(self, side: str, environment: Mapping[str, str]) -> None:
         """End an engine, and start it again under the same id, with these variables."""

@@ -35,12 +35,20 @@ def random_values(part: PartGeometry, seed: Sequence[int], rows: int) -> npt.NDA
 
 class RankPools:
     """The caches of one group of one rank on `device`, poisoned; `storage` has the bytes of each layer's parts, in an
-    array or a GPU tensor.
+    array or a GPU tensor. `written` are the parts of the engine that writes sequences, if their elements may have
+    another type.
     """
 
     def __init__(
-        self, geometry: GroupGeometry, layout: Layout, *, num_blocks: int, device: str
+        self,
+        geometry: GroupGeometry,
+        layout: Layout,
+        *,
+        num_blocks: int,
+        device: str,
+        written: Sequence[PartGeometry] = (),
     ) -> None:
+        self._written = written or geometry.parts
         self.num_blocks = num_blocks
         self.device = device
         self.geometry = geometry
@@ -120,18 +128,25 @@ class RankPools:
         for (layer, index), storage in self.storage.items():
             part = group.parts[index]
             heads, dim, own = part.num_heads, part.head_dim, slice(part.head_start, part.head_stop)
-            alike = msgspec.structs.replace(part, name="")
+            source = msgspec.structs.replace(
+                part,
+                element=self._written[index].element,
+                item_size_bytes=self._written[index].item_size_bytes,
+            )
+            alike = msgspec.structs.replace(source, name="")
             if alike not in sequences:
-                rows = random_values(part, [seed], num_tokens)[first:][turn == group.dcp_rank, own]
-                sequences[alike] = _placed(storage, rows)
-            values = sequences[alike]
-            keys = _placed(storage, random_values(part, [seed, layer, index], 1)[:, own])
+                rows = random_values(source, [seed], num_tokens)[first:]
+                sequences[alike] = _placed(storage, rows[turn == group.dcp_rank, own])
+            keys = _placed(storage, random_values(source, [seed, layer, index], 1)[:, own])
+            values = sequences[alike] ^ keys
+            if source.element != part.element:
+                values = _converted(values, source.element, part.element)
             elements = storage.view(values.dtype)
             if self._layout == "NHD":
                 elements = elements.reshape(-1, tokens, heads, dim)
             else:
                 elements = elements.reshape(-1, heads, tokens, dim).swapaxes(1, 2)
-            yield f"layer {layer}, part {group.parts[index].name}", elements, values ^ keys
+            yield f"layer {layer}, part {group.parts[index].name}", elements, values
 
     def _view(self, storage: Any, index: int) -> KVView:
         part = self.geometry.parts[index]
@@ -144,6 +159,19 @@ class RankPools:
             (self.block_bytes(index), head, token, item),
         )
         return KVView(_address(storage), shape, strides, item)
+
+
+def _converted(numbers: Any, source: str, target: str) -> Any:
+    """Return the bits of numbers of one type in another one, with scales of 1 (docs/conversion.md)."""
+    import torch
+
+    kind = getattr(torch, target)
+    values = torch.as_tensor(numbers).contiguous().view(getattr(torch, source)).float()
+    if kind.itemsize == 1:
+        values = values.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+    found = values.to(kind).view({1: torch.int8, 2: torch.int16}[kind.itemsize])
+    found[values.isnan()] = {"float16": 0x7E00, "bfloat16": 0x7FC0}.get(target, 0x7F)
+    return found.numpy() if isinstance(numbers, np.ndarray) else found
 
 
 def _allocate(nbytes: int, device: str) -> Any:

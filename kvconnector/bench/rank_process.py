@@ -19,7 +19,7 @@ from kvconnector.bench.options import SEED, TIMEOUT_S
 from kvconnector.bench.peers import PEERS, AgentOpened, PeerAgent
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.processes import Usage, process_usage, serve_calls
-from kvconnector.bench.shapes import rank_geometry
+from kvconnector.bench.shapes import described, rank_geometry
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
@@ -44,9 +44,16 @@ class RankProcess:
         self._rank, self._index = shape.ranks[index], index
         self._device = deployment.devices(side)[index]
         groups = rank_geometry(self._model, shape, self._rank).groups
+        writer = deployment.shapes["prefill"]
+        written = rank_geometry(self._model, writer, writer.ranks[0]).groups
+        self._description = described(self._model, shape)
         self._pools = [
-            RankPools(group, shape.layout, num_blocks=count, device=self._device)
-            for group, count in zip(groups, deployment.num_blocks(shape), strict=True)
+            RankPools(
+                group, shape.layout, num_blocks=count, device=self._device, written=like.parts
+            )
+            for group, like, count in zip(
+                groups, written, deployment.num_blocks(shape), strict=True
+            )
         ]
         self._worker: Worker
         self._agent: PeerAgent
@@ -68,7 +75,7 @@ class RankProcess:
         logger = logging.getLogger("kvconnector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
-        self._worker = Worker(config, rank=self._rank, model=self._model.description())
+        self._worker = Worker(config, rank=self._rank, model=self._description)
         self._exits.callback(self._worker.close)
         self._worker.register([pools.cache_group() for pools in self._pools])
         warnings = [text for text, level in self._log.texts.items() if level >= logging.WARNING]

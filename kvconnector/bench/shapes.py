@@ -418,15 +418,18 @@ def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
     return [msgspec.structs.replace(each, dtype=each.dtype or model.dtype) for each in shapes]
 
 
+def described(model: ModelShape, shape: EngineShape) -> ModelDescription:
+    """Return what an engine of this shape must agree on with another one."""
+    found = model.description()
+    return msgspec.structs.replace(found, dtype=shape.dtype) if shape.dtype else found
+
+
 def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> EngineGeometry:
     """Return the caches of all ranks of such an engine. Raises as `rank_geometry`."""
-    description = model.description()
-    if shape.dtype:
-        description = msgspec.structs.replace(description, dtype=shape.dtype)
     return EngineGeometry(
         engine_id=engine_id,
         tp_size=shape.tp,
         pp_size=shape.pp,
-        model=description,
+        model=described(model, shape),
         ranks=tuple(rank_geometry(model, shape, rank) for rank in shape.ranks),
     )

@@ -9,6 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
+import numpy as np
+
 from kvconnector.bench import limits
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import Engine
@@ -17,7 +19,7 @@ from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, ShowProgress
-from kvconnector.bench.shapes import ModelShape
+from kvconnector.bench.shapes import CONVERTIBLE, ModelShape
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 from kvconnector.session.events import DIRECT_PATH
 
@@ -62,7 +64,12 @@ def compare(
         notes: list[str] = []
         progress(f"starting {deployment}")
         pair = exits.enter_context(EnginePair(deployment))
-        contenders = [pair, *_start_peers(exits, deployment, notes, progress, must_run=must_run)]
+        contenders: list[Runner] = [pair]
+        plain = None if deployment.options.connect else deployment.without_conversion()
+        if plain is not None:
+            contenders.append(exits.enter_context(EnginePair.without_conversion(plain)))
+            contenders[-1].pause()
+        contenders += _start_peers(exits, deployment, notes, progress, must_run=must_run)
         pair.pause()
         for case, bursts in cases.items():
             lengths = [each.num_tokens for burst in bursts for each in burst]
@@ -78,8 +85,12 @@ def compare(
                     Measurement(runner.name, runner.kind, tuple(times), mean_bytes, {**figures})
                     for runner, times in zip(runners, samples, strict=True)
                 )
-                remarks = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0], pair.paths))
-                yield CaseResult(f"{case}, {how}" if num_following else case, measured, remarks)
+                remarks = [*came, *pair.lanes, *notes, *_share_of(alone, measured[0], pair.paths)]
+                if plain is not None:
+                    remarks.append(_cost_of_conversion(deployment, *measured[:2]))
+                yield CaseResult(
+                    f"{case}, {how}" if num_following else case, measured, tuple(remarks)
+                )
 
 
 def _start_peers(
@@ -176,6 +187,17 @@ def _share_of(alone: list[float], ours: Measurement, paths: Collection[str]) -> 
         speeds = " and ".join(f"{each / 1e9:.2f}" for each in alone)
         reached = "" if DIRECT_PATH in paths else f"; kvconnector reaches {share:.0%} of it"
         yield f"ucx_perftest tag_bw of the same UCX, host memory, before and after: {speeds} GB/s{reached}"
+
+
+def _cost_of_conversion(deployment: Deployment, converting: Measurement, plain: Measurement) -> str:
+    """Return how long converting reads take, as a note. A plain one reads and writes elements of the prefill engine."""
+    theirs, ours = (CONVERTIBLE[shape.dtype] for shape in deployment.shapes.values())
+    times = [float(np.median(each.samples_s)) for each in (converting, plain)]
+    ratio = times[0] / times[1]
+    return (
+        f"a converting read takes {ratio:.2f} of a plain one's time, and"
+        f" {ratio * 2 * theirs / (theirs + ours):.2f} of it for each byte read and written"
+    )
 
 
 def _take_turns(

@@ -64,6 +64,16 @@ def test_relayout(model, scattered):
 
 @pytest.mark.ucx
 @pytest.mark.integration
+def test_a_converting_read_is_measured_beside_a_plain_one():
+    shapes = {"prefill": TP2, "decode": EngineShape(block=64, dtype="float8_e4m3fn")}
+    for case in _run("transfer", **shapes):
+        names = [each.contender for each in case.measurements]
+        assert names[:2] == ["kvconnector", "kvconnector, without conversion"]
+        assert any("a converting read takes" in note for note in case.notes)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "model,prefill,decode",
     [

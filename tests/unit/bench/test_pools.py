@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
+from kvconnector_kernels.relayout import Conversion, PagedSide, PartTable, relayout
 
 MODEL = ModelShape(name="x", num_layers=3, num_kv_heads=4, head_dim=6)
 SEED = 7
@@ -35,3 +37,30 @@ def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
 def test_a_cache_that_no_memory_holds_is_refused():
     with pytest.raises(ConfigError, match="no memory"):
         _pools(EngineShape(block=4), num_blocks=1 << 60)
+
+
+@pytest.mark.parametrize("types", [("bfloat16", "float8_e4m3fn"), ("float8_e5m2", "float16")])
+def test_a_sequence_is_also_known_in_another_type(types):
+    shapes = [EngineShape(block=4, dtype=each) for each in types]
+    parts = [rank_geometry(MODEL, each, Rank(0, 0)).groups[0] for each in shapes]
+    theirs, ours = (
+        RankPools(each, "NHD", num_blocks=8, device="cpu", written=parts[0].parts) for each in parts
+    )
+    theirs.write(SEED, [5, 0], 8)
+    scales = np.ones((1, 4, 2), np.float32)
+    conversion = Conversion(*types, scales, "cpu")
+    ids = np.array([5, 0], np.int32)
+    for key in theirs.storage:
+        sides = [PagedSide(table_of(pools, *key), ids) for pools in (theirs, ours)]
+        relayout(*sides, conversion=conversion, num_parts=1, num_heads=4, num_tokens=8)
+    assert ours.mismatch(SEED, [5, 0], 8) == ""
+    ours.storage[1, 1].reshape(8, -1)[5, 3] ^= 1
+    assert "layer 1" in ours.mismatch(SEED, [5, 0], 8)
+
+
+def table_of(pools, layer, part):
+    view = pools.cache_group().views[layer][part]
+    names = ("num_blocks", "num_heads", "block_size", "head_dim")
+    sizes = dict(zip(names, view.shape, strict=True))
+    rows = np.array([[view.address, *view.strides_bytes]], np.int64)
+    return PartTable(rows, **sizes, item_size_bytes=view.item_size_bytes, device="cpu")
