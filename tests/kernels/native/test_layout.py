@@ -8,6 +8,7 @@ import pytest
 from kvconnector_kernels import library
 from kvconnector_kernels.library import LibraryError
 from kvconnector_kernels.pump import records
+from kvconnector_kernels.relayout.convert import ROUNDINGS
 from native import build
 
 
@@ -54,6 +55,7 @@ def test_constants_of_the_mirror_are_those_of_the_header():
             value = eval(given, {}, {}) if given else value + 1  # noqa: S307  our own header's numbers
             found[name.removeprefix("KVC_")] = value
     mirrored = {name: getattr(records, name) for name in found if hasattr(records, name)}
+    mirrored |= {name.upper(): number for name, number in ROUNDINGS.items()}
     assert {name: found[name] for name in mirrored} == mirrored
     # what the mirror lacks is the library's own
     own = {"NS_PER_MS", "NS_PER_S", "BASELINE", "AVX2", "AVX512"}
