@@ -478,6 +478,9 @@ def calls_of(function):
     return calls[0]
 
 
+REPEATS = 5
+
+
 @pytest.mark.parametrize("others", ["are idle", "are in their handshake", "peers opened"])
 @pytest.mark.parametrize("what", ["a send", "a message", "an end"])
 def test_a_poll_costs_as_much_as_has_happened_whatever_others_there_are(others, what):
@@ -494,26 +497,31 @@ def test_a_poll_costs_as_much_as_has_happened_whatever_others_there_are(others, 
                     near.connect(address)
                 else:
                     recorder.link(*((near, far) if others == "are idle" else (far, near)))
-            ending, _ = recorder.link(far, near) if what == "an end" else (None, None)
+            endings = [recorder.link(far, near)[0] for _ in range(REPEATS)]
             # a handshake goes on without the channel: each of its steps is an event
             recorder.until(
                 lambda: not recorder.step() and near.is_settled and not near.poll(STEP_S)
             )
-            if what == "a send":
-                near.send(here, b"one")
-            elif what == "a message":
-                far.send(there, b"one")
-            elif what == "an end":
-                far.disconnect(ending)
-            found, calls = [], []
-            for _ in range(1 if what == "a send" else 1000):
-                calls.append(calls_of(lambda: found.extend(near.poll(0.0))))
-                if found:
-                    break
-                time.sleep(0.01)
-            assert len(found) == (what in ("a message", "an end"))
-            return max(calls)
+            return min(calls_once(near, far, here, there, ending) for ending in endings)
 
+    def calls_once(near, far, here, there, ending):
+        if what == "a send":
+            near.send(here, b"one")
+            return calls_of(lambda: near.poll(0.0))
+        if what == "a message":
+            far.send(there, b"one")
+        else:
+            far.disconnect(ending)
+        found = []
+        for _ in range(1000):
+            calls = calls_of(lambda: found.extend(near.poll(0.0)))
+            if found:
+                break
+            time.sleep(0.01)
+        assert len(found) == 1
+        return calls
+
+    # the least, as a connection may have an event of its own: libzmq tells it, say, that its peer has read
     assert calls_with(13) < calls_with(1) + 10
 
 
