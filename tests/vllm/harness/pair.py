@@ -72,11 +72,12 @@ class Pair:
         self.decode.forget()
         return again.cached_tokens > 0 and again.tokens != expected
 
-    def clear_prompt(self, length, seed=0):
+    def clear_prompt(self, length, seed=0, candidates=1):
         """Choose the prompt whose two likeliest tokens are furthest apart, so that rounding decides nothing."""
-        if self._candidates == 1:
+        candidates = max(candidates, self._candidates)
+        if candidates == 1:
             return prompt_of(length, seed)
-        prompts = [prompt_of(length, 1000 * seed + each) for each in range(self._candidates)]
+        prompts = [prompt_of(length, 1000 * seed + each) for each in range(candidates)]
         requests = [self.decode.submit(prompt, logprobs=2) for prompt in prompts]
         gaps = [self.decode.answer(request).least_gap for request in requests]
         self.decode.forget()
