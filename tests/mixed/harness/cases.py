@@ -37,23 +37,55 @@ def sglang(page=16, **options):
     return "sglang", {"page-size": page, **options}
 
 
+RADIX = {"disaggregation-decode-enable-radix-cache": True}
+
+
 def minillm(block=16, **options):
     """Return an engine of minillm with blocks of so many tokens."""
     return "minillm", {"block": block, **options}
 
 
+GQA1 = {"kv_heads": 1}
+MHA = {"kv_heads": 8}
 MLA = {"kind": "mla"}
+PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
+SOON = {
+    "KVCONNECTOR_LEASE_DURATION_S": "6",
+    "KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "6",
+    "KVCONNECTOR_PEER_HEARTBEAT_INTERVAL_S": "1",
+    "KVCONNECTOR_PEER_TIMEOUT_S": "3",
+    "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
+}
+"""Deadlines with which a case of loss ends soon."""
 
 CASES = (
     Case("vllm-sglang", vllm(), sglang(), is_quick=True),
-    Case("vllm-sglang-tp2", vllm(), sglang(tp=2)),
+    Case("vllm32-sglang64", vllm(32), sglang(64)),
+    Case("vllm-sglang-packed", vllm(), sglang(), environment=PACKED),
+    Case("vllm-sglang-mha", vllm(), sglang(32), model=MHA),
     Case("vllm-sglang-mla", vllm(), sglang(), model=MLA),
+    Case("vllm-tp2-sglang", vllm(tp_size=2), sglang()),
+    Case("vllm-sglang-tp2", vllm(), sglang(tp=2)),
+    Case("vllm-tp2-sglang-gqa1", vllm(tp_size=2), sglang(), model=GQA1),
+    Case("vllm-sglang-crowd", vllm(), sglang(), s.crowd),
+    Case("vllm-sglang-prefixes", vllm(), sglang(**RADIX), s.prefix_hits),
     Case("vllm-sglang-mixed-up", vllm(), sglang(), s.mixed_up),
     Case("vllm-sglang-unknown", vllm(), sglang(), s.unknown_elsewhere),
-    Case("router-vllm-sglang", vllm(), sglang(), servers=routed("vllm", "sglang")),
+    Case("vllm-sglang-lost", vllm(), sglang(), s.lost_prefill, environment=SOON),
     Case("sglang-vllm", sglang(), vllm(), is_quick=True),
-    Case("sglang-vllm-tp2", sglang(), vllm(tp_size=2)),
+    Case("sglang64-vllm32", sglang(64), vllm(32)),
+    Case("sglang-vllm-packed", sglang(), vllm(), environment=PACKED),
+    Case("sglang-vllm-mha", sglang(32), vllm(), model=MHA),
     Case("sglang-vllm-mla", sglang(), vllm(), model=MLA),
+    Case("sglang-tp2-vllm", sglang(tp=2), vllm()),
+    Case("sglang-vllm-tp2", sglang(), vllm(tp_size=2)),
+    Case("sglang-vllm-tp2-gqa1", sglang(), vllm(tp_size=2), model=GQA1),
+    Case("sglang-vllm-crowd", sglang(), vllm(), s.crowd),
+    Case("sglang-vllm-prefixes", sglang(), vllm(), s.prefix_hits),
+    Case("sglang-vllm-mixed-up", sglang(), vllm(), s.mixed_up),
+    Case("sglang-vllm-lost", sglang(), vllm(), s.lost_prefill, environment=SOON),
+    Case("router-vllm-sglang", vllm(), sglang(), servers=routed("vllm", "sglang")),
+    Case("router-sglang-vllm", sglang(), vllm(), servers=routed("sglang", "vllm")),
     Case("minillm-sglang", minillm(), sglang()),
     Case("sglang-minillm", sglang(), minillm()),
     Case("minillm-vllm", minillm(), vllm()),
