@@ -21,6 +21,19 @@ class GpuCaches(FakeCaches):
             self._memory = {key: self._upload(array) for key, array in self.arrays.items()}
         self._stream.synchronize()
 
+    def move(self, place):
+        """Move to other memory: `place` copies a tensor there, and returns the copy."""
+        with torch.cuda.stream(self._stream):
+            self._memory = {key: place(tensor) for key, tensor in self._memory.items()}
+        self._stream.synchronize()
+
+    def restore(self):
+        """Write all of the memory anew."""
+        with torch.cuda.stream(self._stream):
+            for key, array in self.arrays.items():
+                self._memory[key].copy_(self._upload(array))
+        self._stream.synchronize()
+
     def _upload(self, array):
         return torch.from_numpy(array.view(f"i{array.itemsize}")).to(self.device)
 

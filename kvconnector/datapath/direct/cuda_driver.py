@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvconnector.datapath.device_memory import await_device
+from kvconnector.datapath.direct.segments import Mapping
 from kvconnector.errors import TransportError
-from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
+from kvconnector.wire.export import FABRIC_HANDLE_BYTES, IPC_HANDLE_BYTES, IpcAllocation
 
 _SONAME = "libcuda.so.1"
 _FUNCTIONS = (
@@ -17,16 +20,27 @@ _FUNCTIONS = (
     "cuCtxPushCurrent_v2",
     "cuCtxSetCurrent",
     "cuDeviceGet",
+    "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRetain",
     "cuGetErrorName",
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
     "cuMemAlloc_v2",
+    "cuMemExportToShareableHandle",
     "cuMemFree_v2",
     "cuMemGetAddressRange_v2",
+    "cuMemGetAllocationPropertiesFromHandle",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemRetainAllocationHandle",
+    "cuMemSetAccess",
+    "cuMemUnmap",
     "cuStreamQuery",
     "cuStreamWriteValue32_v2",
 )
@@ -34,6 +48,15 @@ _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _NOT_READY = 600
+_INVALID_VALUE = 1
+_NOT_FOUND = 500
+_ON_DEVICE = 1
+_READ_AND_WRITE = 3
+_FILE_DESCRIPTOR = 1
+_FABRIC = 8
+_KINDS = {_FILE_DESCRIPTOR: "file descriptors", _FABRIC: "fabric handles"}
+_SUPPORTED = {103: _FILE_DESCRIPTOR, 128: _FABRIC}
+"""A device's attributes, by number, and the handle types that it supports if they are not 0."""
 _UNUSABLE = "a GPU cannot be used"
 
 
@@ -41,6 +64,30 @@ class IpcHandle(ctypes.Structure):
     """`CUipcMemHandle`, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    """`CUmemLocation`."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProp(ctypes.Structure):
+    """`CUmemAllocationProp`. `flags` stands for four fields that are not used here."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requestedHandleTypes", ctypes.c_int),
+        ("location", _Location),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _AccessDesc(ctypes.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 def load_libcuda(*functions: str) -> Any:
@@ -74,11 +121,11 @@ class CudaDriver:
 
     def allocation_of(self, address: int) -> IpcAllocation:
         """Return the whole allocation around an address, for another process to open. Raises TransportError: the memory
-        has no IPC handle, as PyTorch's expandable segments.
+        has no IPC handle, since it was mapped segment by segment, or comes from a stream's memory pool.
         """
         base, nbytes = self._range_of(address)
         handle = IpcHandle()
-        what = "memory of the caches cannot be shared; PyTorch's expandable segments cannot"
+        what = "memory of the caches has no IPC handle"
         place = {"address": hex(address), "nbytes": nbytes}
         self.call(what, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base), **place)
         return IpcAllocation(handle=bytes(handle), address=base, nbytes=nbytes)
@@ -99,6 +146,147 @@ class CudaDriver:
         """
         what = "the producer's GPU memory cannot be unmapped"
         self.call(what, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    # -- memory that is mapped segment by segment --
+
+    def segment_at(self, address: int) -> Mapping | None:
+        """Return the physical segment that is mapped around an address; None if none is. Raises TransportError: the GPU
+        has failed.
+        """
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        found = ctypes.byref(base), ctypes.byref(nbytes)
+        status = self.library.cuMemGetAddressRange_v2(*found, ctypes.c_uint64(address))
+        if status in (_INVALID_VALUE, _NOT_FOUND):
+            return None
+        self.check(status, "the GPU's driver does not know an address", address=hex(address))
+        return Mapping(base.value, nbytes.value)
+
+    def handle_kinds(self, device_index: int) -> list[str]:
+        """Return by what other processes may map a GPU's segments, if their allocator asks for it, in words."""
+        device, found = ctypes.c_int(), ctypes.c_int()
+        unknown = "the GPU's driver does not know a GPU"
+        self.call(unknown, "cuDeviceGet", ctypes.byref(device), device_index, device=device_index)
+        kinds = []
+        for attribute, kind in _SUPPORTED.items():
+            status = self.library.cuDeviceGetAttribute(ctypes.byref(found), attribute, device)
+            if not status and found.value:  # drivers do not know attributes that are newer
+                kinds.append(_KINDS[kind])
+        return kinds
+
+    def check_shareable(self, segments: Iterable[Mapping]) -> list[str]:
+        """Check that other processes may map these segments. Returns by what, in words.
+
+        Raises:
+            TransportError: one was created without a handle type that another process can take, or is mapped twice, as
+                by allocators that let the pages of a pool come and go.
+        """
+        known: dict[int, int] = {}
+        kinds = set()
+        for each in segments:
+            address = each.address
+            with self._retained(address) as handle:
+                kinds.add(_KINDS[self._handle_type(handle, address)])
+                # a handle is the same number for as long as its segment is mapped
+                other = known.setdefault(handle.value, address)
+            if other != address:
+                raise TransportError(
+                    "two places of the caches are one piece of memory, which its allocator will replace",
+                    address=hex(address),
+                    other=hex(other),
+                    nbytes=each.nbytes,
+                )
+        return sorted(kinds)
+
+    def export_segment(self, address: int) -> int | bytes:
+        """Return a handle of the segment that is mapped around an address, by which another process maps it: a file
+        descriptor, which the caller closes, or the bytes of a fabric handle. Raises TransportError: there is none.
+        """
+        what = "a segment of the caches cannot be exported"
+        with self._retained(address) as handle:
+            kind = self._handle_type(handle, address)
+            fd, fabric = ctypes.c_int(-1), ctypes.create_string_buffer(FABRIC_HANDLE_BYTES)
+            out = ctypes.byref(fd if kind == _FILE_DESCRIPTOR else fabric)
+            self.call(what, "cuMemExportToShareableHandle", out, handle, kind, ctypes.c_uint64(0))
+        return fd.value if kind == _FILE_DESCRIPTOR else fabric.raw
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses, for segments to be mapped to. Raises TransportError: none are left."""
+        address, size = ctypes.c_uint64(), ctypes.c_size_t(nbytes)
+        anywhere = ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
+        what = "no addresses for the producer's GPU memory"
+        self.call(
+            what, "cuMemAddressReserve", ctypes.byref(address), size, *anywhere, nbytes=nbytes
+        )
+        return address.value
+
+    def free_reserved(self, address: int, nbytes: int) -> None:
+        """Give back addresses of `reserve` that have no memory. Raises TransportError: the driver refuses."""
+        what = "addresses of the producer's GPU memory cannot be freed"
+        self.call(what, "cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+
+    def map_segment(self, address: int, nbytes: int, shared: int | bytes) -> None:
+        """Map another process's segment to reserved addresses. It stays until it is unmapped here, whatever its owner
+        does.
+
+        Args:
+            address: Where to map it.
+            nbytes: Its size.
+            shared: A file descriptor, which stays the caller's, or a fabric handle.
+
+        Raises:
+            TransportError: the handle is not one of a segment of this size, or its GPU cannot be reached.
+        """
+        handle = ctypes.c_uint64()
+        if isinstance(shared, int):
+            source, kind = ctypes.c_void_p(shared), _FILE_DESCRIPTOR
+        else:
+            source, kind = ctypes.cast(ctypes.c_char_p(shared), ctypes.c_void_p), _FABRIC
+        what = "a segment of the producer's GPU memory cannot be mapped"
+        self.call(what, "cuMemImportFromShareableHandle", ctypes.byref(handle), source, kind)
+        try:
+            place = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0)
+            self.call(what, "cuMemMap", *place, handle, ctypes.c_uint64(0), nbytes=nbytes)
+        finally:
+            self.library.cuMemRelease(handle)  # what is mapped keeps it
+
+    def let_read(self, address: int, nbytes: int, device_index: int) -> None:
+        """Let a GPU reach mapped segments. Raises TransportError: it cannot reach the GPU that they are on."""
+        access = _AccessDesc(_Location(_ON_DEVICE, device_index), _READ_AND_WRITE)
+        place = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+        what = "one GPU cannot reach another's memory"
+        self.call(
+            what, "cuMemSetAccess", *place, ctypes.byref(access), ctypes.c_size_t(1), nbytes=nbytes
+        )
+
+    def unmap_segment(self, address: int, nbytes: int) -> None:
+        """Unmap a segment. Raises TransportError: the driver refuses."""
+        what = "the producer's GPU memory cannot be unmapped"
+        self.call(what, "cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+
+    @contextmanager
+    def _retained(self, address: int) -> Iterator[ctypes.c_uint64]:
+        """Yield the handle of the segment at an address, which stays for that long."""
+        handle, what = ctypes.c_uint64(), "memory of the caches cannot be shared"
+        place = ctypes.byref(handle), ctypes.c_void_p(address)
+        self.call(what, "cuMemRetainAllocationHandle", *place, address=hex(address))
+        try:
+            yield handle
+        finally:
+            self.library.cuMemRelease(handle)
+
+    def _handle_type(self, handle: ctypes.c_uint64, address: int) -> int:
+        """Return the type of handle by which another process can map a segment. Raises TransportError: none."""
+        prop, what = _AllocationProp(), "the GPU's driver does not know a segment of the caches"
+        self.call(what, "cuMemGetAllocationPropertiesFromHandle", ctypes.byref(prop), handle)
+        # a fabric handle needs a service of the system, which may be gone: only where there is nothing else
+        for kind in (_FILE_DESCRIPTOR, _FABRIC):
+            if prop.requestedHandleTypes & kind:
+                return kind
+        raise TransportError(
+            "memory of the caches was created for this process alone (cuMemCreate without a file descriptor or fabric"
+            " handle among requestedHandleTypes)",
+            address=hex(address),
+        )
 
     def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
         """Allocate GPU memory from the driver, which any process may map, however PyTorch's allocator is configured.

@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.datapath.direct.segments import areas_of
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.layout import PART_TABLE_COLUMNS
 from kvconnector.topology import GroupGeometry, RankGeometry
-from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport, SharedRange
+from kvconnector.wire.export import MAX_EXPORTED_SEGMENTS, ExportedTable, PoolExport
 
 _MAX_ADDRESS = (1 << 63) - 1
 
@@ -29,13 +30,17 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
             "a lease board has a power of two of buckets", num_buckets=export.num_buckets
         )
     is_cuda = export.device == "cuda"
-    if is_cuda != bool(export.allocations) or (is_cuda and export.ranges):
+    num_segments = sum(run.count for run in export.segments)
+    if is_cuda != bool(export.allocations or num_segments) or (is_cuda and export.ranges):
         raise RemoteProtocolError(
-            "an export has CUDA allocations on CUDA devices, and ranges of shared memory on the CPU",
+            "an export has CUDA allocations or segments on CUDA devices, and ranges of shared memory on the CPU",
             device=export.device,
             allocations=len(export.allocations),
+            segments=num_segments,
             ranges=len(export.ranges),
         )
+    if num_segments > MAX_EXPORTED_SEGMENTS:
+        raise RemoteProtocolError("an export has too many segments", segments=num_segments)
     tables = {(table.group, table.family): table for table in export.tables}
     expected = {
         (index, family)
@@ -49,8 +54,11 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
             found=sorted((table.group, table.family) for table in export.tables),
             expected=sorted(expected),
         )
-    shared: tuple[SharedRange | IpcAllocation, ...] = (*export.ranges, *export.allocations)
-    places = [(each.address, each.address + each.nbytes) for each in shared]
+    places = [
+        (each.address, each.address + each.nbytes)
+        for several in (export.ranges, export.allocations, areas_of(export.segments))
+        for each in several
+    ]
     # if it were in two, a part could be checked in one and read in the other
     if any(second < stop for (_, stop), (second, _) in pairwise(sorted(places))):
         raise RemoteProtocolError("ranges of shared memory overlap", pid=export.pid)

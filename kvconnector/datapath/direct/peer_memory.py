@@ -11,7 +11,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
-from kvconnector.datapath.direct.descriptor_socket import fetch_descriptors
+from kvconnector.datapath.direct.descriptor_socket import (
+    MAX_ASKED,
+    close_handles,
+    fetch_descriptors,
+    fetch_segments,
+)
+from kvconnector.datapath.direct.segments import Area, areas_of
 from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
@@ -88,6 +94,8 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
     """
     import torch
 
+    if not export.allocations:
+        return []
     is_own = export.pid == os.getpid()
     if is_own and not is_of_this_process(export.nonce):
         # the driver compares process ids, each of its own namespace, and would use the addresses as they are
@@ -113,6 +121,72 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
                 )
             places.append((each.address, each.nbytes, here - each.address))
     return places
+
+
+def map_segments(
+    export: PoolExport, device: str, shared_folder: str, opened: ExitStack
+) -> tuple[list[MappedRange], str]:
+    """Map the segments of an export for kernels on `device`, until `opened` is closed. They stay for that long,
+    whatever their owner does: what it gives back is free only once it is unmapped here, too.
+
+    Args:
+        export: A producer's export of CUDA pools, checked.
+        device: The device whose kernels read them, such as "cuda:0".
+        shared_folder: If not empty, the only place where the producer's socket is looked for.
+        opened: Gets the callbacks that unmap them.
+
+    Returns:
+        The address here of each area: of all segments that follow each other. And by which handles, for the log.
+
+    Raises:
+        TransportError: The GPUs cannot reach each other's memory, the driver or the producer refuses.
+        PeerLostError: The producer has ended.
+    """
+    place = shared_folder or f"/proc/{export.pid}/fd/{export.socket_fd}"
+    driver, found, how = CudaDriver(), [], set[str]()
+    device_index = int(device.partition(":")[2] or 0)
+    driver.enter(device_index)
+    for area in areas_of(export.segments):
+        mapped = MappedArea(driver, device_index, area)
+        opened.callback(mapped.close)
+        for first in range(0, len(area.places), MAX_ASKED):
+            how |= mapped.map_some(range(first, first + MAX_ASKED), place, export)
+        driver.let_read(mapped.address, area.nbytes, device_index)
+        found.append((area.address, area.nbytes, mapped.address - area.address))
+    return found, f"CUDA {' and '.join(sorted(how))}"
+
+
+class MappedArea:
+    """Addresses in this process for an area of a producer's memory, and the segments that are mapped there so far.
+    Raises TransportError: no addresses are left.
+    """
+
+    def __init__(self, driver: CudaDriver, device_index: int, area: Area) -> None:
+        self._driver, self._device_index, self._area = driver, device_index, area
+        self._num_mapped = 0
+        self.address = driver.reserve(area.nbytes)
+
+    def map_some(self, which: range, place: str, export: PoolExport) -> set[str]:
+        """Map some of the area's segments, the next ones. Returns the kinds of their handles. Raises TransportError,
+        PeerLostError: see `map_segments`.
+        """
+        places = self._area.places[which.start : which.stop]
+        numbers = range(places[0].index, places[-1].index + 1)
+        handles = fetch_segments(place, export.nonce, export.epoch, numbers)
+        try:
+            for each, handle in zip(places, handles, strict=True):
+                self._driver.map_segment(self.address + each.offset, each.nbytes, handle)
+                self._num_mapped += 1
+        finally:
+            close_handles(handles)
+        return {"file descriptors" if isinstance(h, int) else "fabric handles" for h in handles}
+
+    def close(self) -> None:
+        """Unmap it, when no kernel reads it. Raises TransportError: the driver refuses; the rest stays mapped."""
+        self._driver.enter(self._device_index)
+        for each in self._area.places[: self._num_mapped]:
+            self._driver.unmap_segment(self.address + each.offset, each.nbytes)
+        self._driver.free_reserved(self.address, self._area.nbytes)
 
 
 def _unmap(driver: CudaDriver, device: str, address: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,11 +17,12 @@ from kvconnector.datapath.direct.peer_memory import (
     check_alive,
     map_allocations,
     map_file,
+    map_segments,
 )
 from kvconnector.datapath.lanes import Lane
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
-from kvconnector.wire.export import BOARD_OFFSET, PoolExport
+from kvconnector.wire.export import BOARD_OFFSET, EPOCH_OFFSET, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class RemotePools:
         """Number of direct reads of these pools that are not over. None begins once there is a `then`."""
         self.then: Callable[[], None] | None = None
         """Called after the pools are closed."""
+        self.means = ""
+        """How they are reached, for the log, if it is not as the device's pools usually are."""
         self._num_buckets, self._pid = export.num_buckets, export.pid
         self._opened = ExitStack()
         try:
@@ -53,11 +57,18 @@ class RemotePools:
             places = [(r.address, r.nbytes, memory + r.offset - r.address) for r in export.ranges]
             if export.device == "cuda":
                 places = map_allocations(export, device, self._opened)
+            if export.segments:
+                found, self.means = map_segments(export, device, shared_folder, self._opened)
+                places += found
             self.tables = tables_of(export, device, places)
         except BaseException:
             self.close()
             raise
         self._board = memory + BOARD_OFFSET
+        self._epoch, self._epoch_word = (
+            export.epoch,
+            ctypes.c_uint64.from_address(memory + EPOCH_OFFSET),
+        )
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
         """Returns True if blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop`
@@ -66,7 +77,10 @@ class RemotePools:
         if self._statm >= 0:
             check_alive(self._statm, self._pid)
         assert self._board  # the board is mapped: another address would end this process
-        return is_valid(self._board, self._num_buckets, key, token_stop, layer_stop)
+        if not is_valid(self._board, self._num_buckets, key, token_stop, layer_stop):
+            return False
+        # after the lease: one on memory that replaced what is mapped here is published after the epoch has changed
+        return self._epoch_word.value == self._epoch
 
     def close(self) -> None:
         """Unmap the pools, when no copy is under way. Idempotent."""

@@ -1,7 +1,7 @@
 """Memory that a producer worker shares with the consumers on its host: an unnamed file, which both sides map.
 
-The file begins with a page that holds a nonce, then the lease board, then the caches of a worker on the CPU. These stay
-at their addresses: their pages are replaced by pages of the file with the same content.
+The file begins with a page that holds a nonce and the epoch, then the lease board, then the caches of a worker on the
+CPU. These stay at their addresses: their pages are replaced by pages of the file with the same content.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from kvconnector.datapath.direct.descriptor_socket import DescriptorServer
+from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, Segments
 from kvconnector.errors import TransportError
-from kvconnector.wire.export import BOARD_OFFSET, NONCE_BYTES, SharedRange
+from kvconnector.wire.export import BOARD_OFFSET, EPOCH_OFFSET, NONCE_BYTES, SharedRange
 
 PAGE_BYTES = mmap.PAGESIZE
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -58,6 +58,7 @@ class SharedMemory:
             raise TransportError("no memory can be shared", reason=str(error)) from error
         self._memory[:NONCE_BYTES] = self.nonce
         self.array = np.frombuffer(self._memory, np.uint8)[BOARD_OFFSET:]
+        self._epoch = np.frombuffer(self._memory, np.uint64, 1, EPOCH_OFFSET)
         _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
@@ -95,17 +96,47 @@ class SharedMemory:
         """Returns True if other processes may read memory between these addresses here."""
         return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
+    @property
+    def epoch(self) -> int:
+        """How often the pools' memory was withdrawn."""
+        return int(self._epoch[0])
+
+    @property
+    def socket_fd(self) -> int:
+        """The descriptor by which processes here reach the server of `serve`; -1 if it is in a folder, or none."""
+        return -1 if self._server is None else self._server.socket_fd
+
+    def withdraw(self) -> None:
+        """Let nobody read the pools' CUDA memory as theirs any more, before it is taken away. The leases on it must
+        have ended.
+        """
+        self._epoch[0] += 1  # one store of a word: readers look at it after the lease
+        if self._server is not None:
+            self._server.segments = None
+
     def seal(self) -> None:
-        """Fix the file's size, and let the kernel keep others from writing it."""
+        """Fix the file's size, and let the kernel keep others from writing it. Idempotent."""
+        if fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL:
+            return
         with suppress(OSError):  # older kernels do not know it
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
-    def serve(self, folder: str) -> None:
-        """Let processes in other containers that see `folder` open the file, too. Raises ConfigError: it cannot be
-        used.
+    def serve(self, folder: str, segments: Segments | None = None) -> None:
+        """Let processes that see `folder` open the file, too, and fetch handles of CUDA memory. A further call only
+        replaces these.
+
+        Args:
+            folder: The folder; empty for processes that see this one in /proc.
+            segments: Returns handles by the numbers of segments; called in a thread of its own.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+            TransportError: there is no folder for temporary files.
         """
-        self._server = DescriptorServer(folder, self.fd, self.nonce)
+        if self._server is None:
+            self._server = DescriptorServer(folder, self.fd, self.nonce)
+        self._server.segments = None if segments is None else (self.epoch, segments)
 
     def close(self) -> None:
         """Let no further process open the file. Existing mappings stay. Idempotent."""

@@ -84,7 +84,7 @@ class DirectReads(Programs[DirectRead]):
             raise
         self._pools[link] = remote
         link.maps_pools = True
-        return self.loop.copies.means
+        return remote.means or self.loop.copies.means
 
     def close(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
         """Close the pools of a producer worker, if it has any, once no read of them is under way; then call `then`."""

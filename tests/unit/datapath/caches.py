@@ -71,9 +71,11 @@ def half(window, cut, blocks, tokens, *, there=()):
 
 
 class Caches:
-    """K and V of every layer; zeros without a seed. On a GPU, `arrays` are what `dense` last found there."""
+    """K and V of every layer; zeros without a seed. On a GPU, `arrays` are what `dense` last found there, and `place`
+    may copy a tensor to the memory that it is to be in.
+    """
 
-    def __init__(self, shape, *, seed, device="cpu"):
+    def __init__(self, shape, *, seed, device="cpu", place=None):
         self.shape = shape
         model = attention_model(shape.layers, shape.heads, shape.dim, shape.item)
         sizes = {"block_sizes": (shape.block,), "num_blocks": (shape.blocks,)}
@@ -81,6 +83,9 @@ class Caches:
         rng = None if seed is None else np.random.default_rng(seed)
         self._caches = make_caches(engine, engine.geometry().ranks[0], rng, device)
         self.arrays = self._caches.arrays
+        if place is not None:
+            self._caches.move(place)
+        self.restore = getattr(self._caches, "restore", None)
         self.pools = Pools(self._caches.groups(), device)
 
     def dense(self, block_ids, tokens):

@@ -123,6 +123,22 @@ def test_a_sleeping_driver_finds_the_lease_of_a_read_submitted_inline(pair):
     assert not sleeper.is_alive()
 
 
+def test_a_lease_on_memory_that_replaced_what_is_mapped_is_sent(pair, clock):
+    """The consumer need not have heard that the memory is another one."""
+    board = pair.p.path.board
+    board.publish(KEY, Watermark(MANY_TOKENS))
+    ask(pair, 1)
+    board.retract(KEY)
+    board.memory.withdraw()
+    board.publish(KEY, Watermark(MANY_TOKENS))
+    only_consumer_steps(pair, 1, ev.ReceiveFailed)
+    ask(pair, 2)
+    pump_on(pair)
+    clock.advance(WAIT_FOR_LEASE_S)
+    only_consumer_steps(pair, 2, ev.ReceivePosted)
+    give_up(pair, 2)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
 def test_stopped_read_writes_nothing_more(pair, waits):
     if not waits:

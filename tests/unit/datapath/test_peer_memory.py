@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvconnector.datapath.direct.peer_memory import check_alive, map_allocations, map_file
 from kvconnector.errors import PeerLostError, TransportError
+from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 from tests.unit.datapath.caches import Shape
 from tests.unit.datapath.exporter import CONTAINER, Exporter
 
@@ -47,5 +48,7 @@ def _check_for_a_while(statm, pid):
 
 def test_one_process_id_in_two_containers_is_refused(producer):
     """CUDA would take the producer's addresses for this process's own."""
+    somewhere = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=1)
+    export = replace(producer.export, pid=os.getpid(), allocations=(somewhere,))
     with pytest.raises(TransportError, match="one pid namespace"):
-        map_allocations(replace(producer.export, pid=os.getpid()), "cuda:0", ExitStack())
+        map_allocations(export, "cuda:0", ExitStack())
