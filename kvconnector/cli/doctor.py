@@ -35,6 +35,7 @@ from kvconnector.cli.doctor_rdma import network, rdma_places
 from kvconnector.cli.model_config import element_type, named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
+from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
@@ -257,6 +258,18 @@ def _gpus() -> Iterator[Finding]:
         peers = ", ".join(map(str, gpu.peers)) or "none"
         text = f"cuda:{index} {gpu.name}, {format_bytes(gpu.memory_bytes)}; reads the memory of: {peers}"
         yield Finding("gpu", "ok", text)
+        yield from attempt("  memory", partial(_gpu_memory, index))
+
+
+def _gpu_memory(index: int) -> list[Finding]:
+    """Report how pools can be shared whose memory is mapped segment by segment. Raises TransportError: see driver."""
+    kinds = CudaDriver().handle_kinds(index)
+    text = "other processes map memory by IPC handles"
+    if kinds:
+        text += (
+            f", and memory of expandable segments, sleep mode and the like by {' or '.join(kinds)}"
+        )
+    return [Finding("  memory", "ok", text)]
 
 
 def _keys(config: ConnectorConfig) -> Iterator[Finding]:

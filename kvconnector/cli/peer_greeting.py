@@ -258,7 +258,10 @@ class PeerGreeting(ExitStack):
             return "paths.direct=never here"
         if self._config.verify == "checksum":
             return "verify=checksum"
-        export = self._session.replies[worker.link].export
+        reply = self._session.replies[worker.link]
+        export = reply.export
+        if export is None and reply.text:
+            return f"it offers its pools to nobody: {reply.text}"
         if export is None:
             return "it offers its pools to nobody: paths.direct=never there, or see its log"
         try:

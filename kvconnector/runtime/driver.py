@@ -123,11 +123,11 @@ class Driver:
         self.producer: ProducerSession | None = None
         self.consumer: ConsumerSession | None = None
         if config.role != "consumer":
-            reply = hello_reply(config, pools, transport, datapath, incarnation)
+            self._reply = partial(hello_reply, config, pools, transport, datapath, incarnation)
             self.producer = ProducerSession(
                 engine,
                 rank,
-                reply,
+                self._reply(),
                 config.lease,
                 config.peer.timeout_s,
                 named_within_s=config.peer.heartbeat_interval_s,
@@ -161,6 +161,31 @@ class Driver:
     def num_queued(self) -> int:
         """Number of events that no session has seen yet."""
         return len(self._events) + len(self._inbox)
+
+    def withdraw_pools(self) -> None:
+        """Let consumers unmap the pools' memory if it is mapped segment by segment, before the engine takes it away.
+        Until they have they are among `Links.mappers`. Idempotent.
+        """
+        if self.datapath.withdraw():
+            self._change_reply()
+
+    def renew_pools(self) -> None:
+        """Let consumers map the pools' memory, which is new or has grown. Idempotent."""
+        if self.datapath.renew():
+            self._change_reply()
+
+    def _change_reply(self) -> None:
+        assert self.producer is not None  # otherwise the data path exports nothing
+        reply = self._reply()
+        for link in self.producer.change_reply(reply, self.links):
+            if self._is_cuda_exported:
+                self.links.note_mapping(link, may_map=True)
+        self.links.flush()
+
+    @property
+    def _is_cuda_exported(self) -> bool:
+        export = self.datapath.export
+        return export is not None and export.device == "cuda"
 
     def put(self, orders: Sequence[Order]) -> None:
         """Leave orders for the next turn; for the engine's thread. Their blocks are copied after the work queued on its
@@ -293,11 +318,10 @@ class Driver:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.limit_messages(link, message.max_message_bytes)
                 self.links.set_peer_inbox(link, message.control)
-            export = self.datapath.export
-            if isinstance(message, m.Hello) and export is not None and export.device == "cuda":
+            if isinstance(message, m.Hello):
                 rank = f"({message.pp_rank}, {message.tp_rank})"
-                consumer = f"{message.geometry.engine_id} rank {rank}"
-                self.links.name_mapper(link, consumer)
+                self.links.name_consumer(link, f"{message.geometry.engine_id} rank {rank}")
+                self.links.note_mapping(link, may_map=self._is_cuda_exported)
 
     def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
         """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
@@ -315,8 +339,12 @@ class Driver:
         if self.producer is not None and link.number < 0:
             self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
-            if isinstance(message, m.Heartbeat) and not message.maps_pools:
-                self.links.name_mapper(link, "")  # it could not map our pools, or chose not to
+            if isinstance(message, m.Heartbeat):
+                # it could not map our pools, chose not to, or has unmapped them; or it has mapped them by now
+                if not message.maps_pools:
+                    self.links.note_mapping(link, may_map=False)
+                elif self._is_cuda_exported:
+                    self.links.note_mapping(link, may_map=True)
             if event is not None:
                 self._events.append(event)
             elif isinstance(message, m.Bye):
@@ -362,5 +390,5 @@ _PRODUCER_EVENTS = frozenset(
     {GrowRequest, HoldRequest, WithdrawRequest, ReclaimRequest, ev.SendOver}
 )
 """Events without a link that are for the producer's session; the others are for the consumer's."""
-_SLOW = frozenset({m.Directory, m.Hello, m.HelloReply})
+_SLOW = frozenset({m.Directory, m.Hello, m.HelloReply, ev.PoolsUnmapped})
 """Messages whose handling may map a peer's memory, compile kernels for it, or open connections to it."""

@@ -73,6 +73,8 @@ CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
 """Seconds of these for which `close` waits for consumers to unmap the pools, which takes them milliseconds."""
 
+RENEW_TIMEOUT_S = 2.0
+"""Seconds for which a waking engine waits for the driver. Its turns are shorter, unless it is greeting peers."""
 
 _held: dict[DriverThread, tuple[int, object]] = {}
 """The threads that are not closed, with their process and the owners of the caches' memory. If copies could not be
@@ -182,6 +184,50 @@ class DriverThread:
                 return
             if not self._run_inline(pacing.WAIT_LIMIT_S, progress):
                 time.sleep(pacing.YIELD_S)
+
+    def withdraw_pools(self, timeout_s: float) -> None:
+        """Let no consumer map the caches' memory any more if it may be replaced: only once they have unmapped it, it is
+        free when the engine gives it back. All transfers have ended.
+
+        Raises:
+            MemoryInUseError: a consumer has not unmapped it within `timeout_s`.
+        """
+        if not self._datapath.maps_segments:
+            return
+        until_s = time.monotonic() + timeout_s
+        left: list[str] | None = None
+        if self._driver is None:
+            self._datapath.withdraw()
+            left = []
+
+        def look(driver: Driver) -> None:
+            nonlocal left
+            driver.withdraw_pools()
+            driver.progress_inline(pacing.POLL_WORK_S)
+            left = sorted(driver.links.mappers)
+
+        while left is None or left:
+            if time.monotonic() >= until_s or self._is_stopping:
+                raise MemoryInUseError(
+                    "consumers have not unmapped the caches, so keep their memory",
+                    consumers=left or "not known: the driver is busy",
+                    timeout_s=timeout_s,
+                )
+            if not self._run_inline(pacing.WAIT_LIMIT_S, look) or left:
+                time.sleep(pacing.LOOK_AGAIN_S)
+
+    def renew_pools(self) -> None:
+        """Let consumers map the caches' memory again, if it has other memory than before."""
+        if not self._datapath.maps_segments:
+            return
+        if self._driver is None:
+            self._datapath.renew()
+            return
+        until_s = time.monotonic() + RENEW_TIMEOUT_S
+        while not self._run_inline(pacing.WAIT_LIMIT_S, Driver.renew_pools):
+            if time.monotonic() >= until_s or self._is_stopping:
+                logger.warning("no consumer can read these pools directly: the driver is busy")
+                return
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """Return the loads that are being read."""

@@ -133,9 +133,24 @@ class SessionLinks(LinkPort):
                 self._links.lose(worker.link, error)
                 return
             self._links.use_endpoint(worker.link, endpoint)
+        self._reach_pools(worker, reply.export)
+        if reply.export is None and reply.text:
+            rank = worker.geometry.rank
+            logger.info("reads from rank %s are packed, says its engine: %s", rank, reply.text)
+
+    @of_worker
+    def unmap_pools(self, link: Link) -> None:
+        unmapped = partial(self._datapath.events.append, ev.PoolsUnmapped(link))
+        self._datapath.reads.close(link, unmapped)
+
+    @of_worker
+    def map_pools(self, worker: RemoteWorker, export: PoolExport) -> None:
+        self._reach_pools(worker, export)
+
+    def _reach_pools(self, worker: RemoteWorker, export: PoolExport | None) -> None:
         routes = [each for each in worker.engine.routes if each.peer == worker.geometry.rank]
-        if reply.export is not None:
-            self._open_export(worker, reply.export, routes)
+        if export is not None:
+            self._open_export(worker, export, routes)
         if not worker.link.maps_pools:
             for route in routes:
                 self._datapath.prepare_chunks(route, packing=False)
@@ -295,28 +310,33 @@ def hello_reply(
     incarnation: Incarnation,
 ) -> m.HelloReply:
     """Return a producer worker's answer to the consumers that it accepts."""
+    export, why_packed = _export_that_fits(config, datapath)
     return m.HelloReply(
         incarnation=incarnation,
+        text=why_packed[: m.MAX_TEXT],
         transport_address=transport.address,
         max_chunk_bytes=config.chunk_bytes(pools.device, pools.largest_row_bytes),
-        export=_export_that_fits(config, datapath),
+        export=export,
         timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
         lease_ms=m.stated_timeout_ms(config.lease.duration_s),
         max_message_bytes=config.control.max_message_bytes,
     )
 
 
-def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
-    """Return the export with which consumers map the pools, unless no greeting could carry it."""
+def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> tuple[PoolExport | None, str]:
+    """Return the export with which consumers map the pools, or why there is none: no greeting could carry it, or the
+    data path's reason.
+    """
     export = datapath.export
-    nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
+    if export is None:
+        return None, datapath.why_packed
+    nbytes = len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting
     if nbytes > config.control.max_message_bytes // 2:
-        logger.warning(
-            "no consumer can read these pools directly: its description has %s bytes, and"
-            " control.max_message_bytes is %s",
-            nbytes,
-            config.control.max_message_bytes,
+        reason = (
+            f"its description has {nbytes} bytes, and control.max_message_bytes is"
+            f" {config.control.max_message_bytes}"
         )
-        return None
-    return export
+        logger.warning("no consumer can read these pools directly: %s", reason)
+        return None, reason
+    return export, ""

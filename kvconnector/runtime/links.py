@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Connection:
     """A link's connection on the control channel. Both sides use the wire `version` in which it was opened.
-    `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so. `mapper` names a consumer
-    that may have mapped this worker's CUDA memory. `unsent` are the messages of the driver's present turn, oldest
-    first. Once it `is_lost` nothing is sent any more.
+    `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so. `consumer` names the one
+    that greeted on it, which `is_mapper` if it may have mapped this worker's CUDA memory. `unsent` are the messages of
+    the driver's present turn, oldest first. Once it `is_lost` nothing is sent any more.
 
     Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
     `endpoint`, 0 if there is none, once `sealer` signs them.
@@ -66,7 +66,8 @@ class Connection:
     handle: PeerHandle
     version: int
     max_message_bytes: int = 0
-    mapper: str = ""
+    consumer: str = ""
+    is_mapper: bool = False
     unsent: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
     is_lost: bool = False
@@ -133,13 +134,19 @@ class Links:
     @property
     def mappers(self) -> list[str]:
         """Consumers that may have mapped this worker's CUDA memory."""
-        return [each.mapper for each in self._connections.values() if each.mapper]
+        return [each.consumer for each in self._connections.values() if each.is_mapper]
 
-    def name_mapper(self, link: Link, consumer: str) -> None:
-        """Record that `consumer` may have mapped this worker's CUDA memory, or with "" that it has not."""
+    def name_consumer(self, link: Link, consumer: str) -> None:
+        """Record which consumer has greeted."""
         connection = self._connections.get(link)
         if connection is not None:
-            connection.mapper = consumer
+            connection.consumer = consumer
+
+    def note_mapping(self, link: Link, *, may_map: bool) -> None:
+        """Record that the consumer at a link may have mapped this worker's CUDA memory, or has not."""
+        connection = self._connections.get(link)
+        if connection is not None:
+            connection.is_mapper = may_map
 
     @property
     def has_arrived(self) -> bool:

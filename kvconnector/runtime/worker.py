@@ -253,7 +253,8 @@ class Worker:
 
         Raises:
             LocalError: no caches are registered.
-            MemoryInUseError: a transfer did not end in time: the caches must keep their memory.
+            MemoryInUseError: a transfer did not end in time, or a consumer has not unmapped the caches: they must keep
+                their memory.
         """
         thread = self._registered()
         self._is_quiet = True
@@ -266,10 +267,15 @@ class Worker:
             if left_s <= 0.0:
                 raise MemoryInUseError("transfers did not end in time", requests=awaited)
             time.sleep(min(left_s, QUIESCE_POLL_S))
+        thread.withdraw_pools(until_s - time.monotonic())
 
     def resume(self) -> None:
-        """Take orders again: the caches have memory again. Idempotent."""
+        """Take orders again: the caches have memory again. An engine whose caches got more memory, at the ends of their
+        ranges, calls this, too, so that consumers on this host can read it. Idempotent.
+        """
         self._is_quiet = False
+        if self._thread is not None:
+            self._thread.renew_pools()
 
     @property
     def is_waiting(self) -> bool:

@@ -58,7 +58,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.HELLO: {
-            **staying(_S.HELLO, WantRequest, m.HeartbeatReply),
+            **staying(_S.HELLO, WantRequest, m.HeartbeatReply, ev.PoolsUnmapped),
             m.HelloReply: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.WarmedUp: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
@@ -67,7 +67,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
         _S.READY: {
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
-            **staying(_S.READY, WantRequest, m.HeartbeatReply),
+            **staying(_S.READY, WantRequest, m.HeartbeatReply, m.HelloReply, ev.PoolsUnmapped),
         },
         _S.BACKOFF: {
             WantRequest: frozenset({_S.BACKOFF}),
@@ -296,8 +296,10 @@ class RemoteEngines:
             engine.accept(event, now)
             worker.heartbeat_answered(event.message.number)
             return
-        is_repeated = kind is m.HelloReply and worker.answered
-        if engine.state is not EngineState.HELLO or is_repeated:
+        if kind is ev.PoolsUnmapped or (kind is m.HelloReply and worker.answered):
+            self._pools_changed(engine, worker, event, now)
+            return
+        if engine.state is not EngineState.HELLO:
             return
         engine.accept(event, now)
         if kind is m.HelloReply:
@@ -314,6 +316,29 @@ class RemoteEngines:
             worker.warm = True
         if all(w.answered and w.warm for w in engine.workers.values()):
             self._ready_now(engine, now)
+
+    def _pools_changed(
+        self,
+        engine: RemoteEngine,
+        worker: RemoteWorker,
+        event: ev.PoolsUnmapped | FromPeer[m.HelloReply],
+        now: float,
+    ) -> None:
+        """Give up the mapping of a worker's pools if it replies again with another export, and then map that."""
+        if engine.state not in (EngineState.HELLO, EngineState.READY):
+            return
+        if isinstance(event, ev.PoolsUnmapped):
+            engine.accept(event, now)
+            if worker.export is not None:
+                self._links.map_pools(worker, worker.export)
+            engine.heartbeat_at = now  # the worker waits to hear that its memory is free
+            return
+        reply = event.message
+        if reply.refusal is None and reply.incarnation == worker.incarnation:
+            engine.accept(event, now)
+            if reply.export != worker.export:  # else it is a duplicate
+                worker.export = reply.export
+                self._links.unmap_pools(worker.link)
 
     def _ready_now(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.READY)

@@ -68,6 +68,12 @@ class WarmedUp(msgspec.Struct, frozen=True):
     error: KVConnectorError | None = None
 
 
+class PoolsUnmapped(msgspec.Struct, frozen=True):
+    """The pools of a producer worker are mapped no more."""
+
+    link: Link
+
+
 class OfReceive(msgspec.Struct, frozen=True):
     """A report from the data path about a read."""
 

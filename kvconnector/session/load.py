@@ -35,6 +35,7 @@ from kvconnector.session.trace import LoadTrace
 from kvconnector.topology import RankGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
+from kvconnector.wire.export import PoolExport
 
 
 class LoadState(StrEnum):
@@ -409,7 +410,8 @@ class EngineState(StrEnum):
 class RemoteWorker:
     """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has answered:
     it had not given us up then, and will not within `timeout_s`, the shorter of both sides' timeouts for silent peers.
-    Its leases last `lease_s` unless they are renewed. `unanswered` has number and time of each unanswered heartbeat.
+    `export` is how its pools may be mapped now. Its leases last `lease_s` unless they are renewed. `unanswered` has
+    number and time of each unanswered heartbeat.
     """
 
     engine: RemoteEngine
@@ -423,6 +425,7 @@ class RemoteWorker:
     incarnation: str = ""
     max_chunk_bytes: int = 0
     lease_s: float = NEVER
+    export: PoolExport | None = None
     num_heartbeats: int = 0
     unanswered: deque[tuple[int, float]] = field(default_factory=deque)
 
@@ -431,6 +434,7 @@ class RemoteWorker:
         self.answered = True
         self.greeted_at = now
         self.incarnation = reply.incarnation
+        self.export = reply.export
         self.max_chunk_bytes = reply.max_chunk_bytes
         self.timeout_s = m.shorter_timeout_s(self.timeout_s, reply.timeout_ms)
         self.lease_s = m.shorter_timeout_s(NEVER, reply.lease_ms)

@@ -193,7 +193,7 @@ class Peers:
         on_lost: Callable[[Peer], None],
     ) -> None:
         self._topology = topology
-        self._reply = reply
+        self.reply = reply
         self._timeout_s = timeout_s
         self._agenda = agenda
         self._links, self._data, self._engine = ports.links, ports.data, ports.engine
@@ -247,7 +247,7 @@ class Peers:
         elif isinstance(event, ev.EndpointOpened):
             peer.accept(event, now)
             peer.move(PeerState.READY)
-            self._links.send(peer.link, self._reply)
+            self._links.send(peer.link, self.reply)
         else:
             assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
             self._lose(peer, event, event.error, now)
@@ -312,7 +312,7 @@ class Peers:
             incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
             refusal = Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL
             reply = m.HelloReply(
-                incarnation=self._reply.incarnation,
+                incarnation=self.reply.incarnation,
                 refusal=refusal,
                 text=error.statement[: m.MAX_TEXT],
             )

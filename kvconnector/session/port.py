@@ -16,6 +16,7 @@ from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.trace import HoldTrace
+from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Hello, HelloReply, Message, Probe
 
 
@@ -48,6 +49,14 @@ class LinkPort:
         Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows the worker
         that sends to us, and can report its loss. Map the pools of its `export`: if that fails, its reads are packed.
         """
+
+    def unmap_pools(self, link: Link) -> None:
+        """Unmap the pools of the producer worker at `link`, once no read of them is under way. Further reads are
+        packed. `PoolsUnmapped` follows, also if they were not mapped.
+        """
+
+    def map_pools(self, worker: RemoteWorker, export: PoolExport) -> None:
+        """Map a producer worker's pools, which are not mapped. If that fails, reads are packed. No event follows."""
 
 
 class DataPathPort:

@@ -6,7 +6,7 @@ aborts. Its blocks are released only once no send reads them any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -157,6 +157,16 @@ class ProducerSession:
             self._peers.handle(event, now)
         else:
             handler(self, event, now)
+
+    def change_reply(self, reply: m.HelloReply, links: Iterable[Link]) -> list[Link]:
+        """Answer greetings with `reply` from now on, and send it to the consumers among `links` that have an earlier
+        one. Returns them. It may differ in its export alone.
+        """
+        self._reply = self._peers.reply = reply
+        greeted = [link for link in links if self._peers.ready(link) is not None]
+        for link in greeted:
+            self._links.send(link, reply)
+        return greeted
 
     def holds(self, request_id: str) -> bool:
         """Returns True if a lease on the request's blocks has not ended."""

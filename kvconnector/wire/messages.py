@@ -133,11 +133,16 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
-    """The producer worker's answer to a `Hello`; with a refusal the session ends.
+    """The producer worker's answer to a `Hello`; with a refusal, whose reason is `text`, the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
     above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, through `export`. `timeout_ms`,
     `max_message_bytes`, `control`: see `Hello`. A lease lasts `lease_ms` unless it is renewed, 0 if not stated.
+
+    Without an export, `text` may say why there is none.
+
+    A further reply only replaces `export`: by none before the pools' memory is taken away, until the consumer has
+    unmapped it and says so in a heartbeat, and by another once there is new memory or more of it.
     """
 
     incarnation: Id

@@ -39,10 +39,20 @@ def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
 
 
 class Engine:
-    """Workers and scheduler halves of one engine in this process. `shape` is of `shape_of`."""
+    """Workers and scheduler halves of one engine in this process. `shape` is of `shape_of`, `place` of
+    `GpuCaches.move`.
+    """
 
     def __init__(
-        self, engine_id, role, *, seed=0, shape=MappingProxyType({}), device="cpu", **settings
+        self,
+        engine_id,
+        role,
+        *,
+        seed=0,
+        shape=MappingProxyType({}),
+        device="cpu",
+        place=None,
+        **settings,
     ):
         self.shape = shape = shape_of(engine_id, **shape)
         merged = {**SETTINGS, **settings}
@@ -50,6 +60,8 @@ class Engine:
         rng = np.random.default_rng(seed)
         self.caches = [make_caches(shape, rank, rng, device) for rank in shape.geometry().ranks]
         equalise_replicas(self.caches)
+        for caches in self.caches if place is not None else ():
+            caches.move(place)
         self.workers = []
         self.scheduler = None
         try:

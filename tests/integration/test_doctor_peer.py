@@ -9,6 +9,8 @@ import pytest
 from kvconnector.cli import main, peer_greeting
 from kvconnector.control.address import parse_address
 from kvconnector.control.security import generate_keys
+from kvconnector.datapath.pump import opening
+from kvconnector.errors import TransportError
 from kvconnector.integrations.sglang import registry
 from tests.integration.runtime_pair import Engine, same, until
 from tests.sglang.pure.registry import Registry
@@ -174,3 +176,14 @@ def test_each_reason_for_no_answer_has_a_remedy_of_its_own(doctor, request, wher
     assert found["verdict"] == "FAIL"
     assert cause in found["text"]
     assert remedy in found["text"]
+
+
+def test_an_engine_that_cannot_share_its_pools_says_why(doctor, monkeypatch):
+    def refuse(*arguments):
+        raise TransportError("memory of the caches was created for this process alone")
+
+    monkeypatch.setattr(opening, "export_pools", refuse)
+    with closing(_engine("p")) as engine:
+        found = doctor("--peer", _address(engine))
+    assert found["path"]["verdict"] == "note"
+    assert "created for this process alone" in found["path"]["text"]

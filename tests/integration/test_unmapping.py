@@ -4,13 +4,14 @@ import multiprocessing
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
-from tests.integration.runtime_pair import Engine, same, until
+from tests.integration.runtime_pair import Engine, arrives, same, until
 from tests.support.waiting import DEADLINE_S
-from tests.unit.runtime.test_unmapping import cuda_export
+from tests.unit.runtime.test_unmapping import SEGMENTED, cuda_export
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -37,6 +38,39 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     for _ in range(2):
         with pytest.raises(MemoryInUseError, match=r"not unmapped .*'d rank \(0, 0\)'"):
             worker.close()
+
+
+def test_sleep_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypatch):
+    p, d = start("p", "producer"), start("d", "consumer")
+    (worker,) = p.workers
+    theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
+    exported = replace(theirs.export, device="cuda", ranges=(), segments=(SEGMENTED,))
+    monkeypatch.setattr(theirs, "export", exported)
+    monkeypatch.setattr(theirs, "_export_again", lambda: replace(exported, epoch=1))
+    monkeypatch.setattr(ours.reads, "open", _pretend_to_map)
+    monkeypatch.setattr(ours.reads, "submit", ours.receives.submit)
+    closing = []
+
+    def close(link, then):
+        if link.maps_pools:
+            closing.append((link, then))
+        else:
+            then()
+
+    monkeypatch.setattr(ours.reads, "close", close)
+    d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
+    until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    with pytest.raises(MemoryInUseError, match=r"not unmapped .*'d rank \(0, 0\)'"):
+        worker.quiesce(0.1)
+    ((link, then),) = closing
+    link.maps_pools = False
+    then()
+    worker.quiesce(DEADLINE_S)
+    worker.resume()
+    until(lambda: link.maps_pools, d, p)
+    closing.clear()
+    monkeypatch.setattr(ours.reads, "close", lambda link, then: then())
+    assert arrives(p, d, "again", [1, 2], [7, 8])
 
 
 def _consume(pipe, params, unmaps):

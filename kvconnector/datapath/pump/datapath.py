@@ -50,7 +50,7 @@ from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.pump.state import LOOK
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import TransportError
+from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
@@ -64,8 +64,8 @@ class DataPath:
     """Sends and receives over a transport, and reads from pools on this host.
 
     Consumers may read the leases on `board` out of this worker's pools, which `export` describes; both are None where
-    that is not possible or not wanted. `reads_directly` lets this worker read pools of others. Events of reads and
-    peers go to `events`, from where the caller takes them.
+    that is not possible, as `why_packed` says, or not wanted. `export_again` describes the pools anew. `reads_directly`
+    lets this worker read pools of others. Events of reads and peers go to `events`, from where the caller takes them.
     """
 
     def __init__(
@@ -76,12 +76,15 @@ class DataPath:
         *,
         board: LeaseBoard | None = None,
         export: PoolExport | None = None,
+        export_again: Callable[[], PoolExport] | None = None,
+        why_packed: str = "",
         reads_directly: bool = False,
         send_slots: SlotPool,
         recv_slots: SlotPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.board, self.export = board, export
+        self.board, self.export, self.why_packed = board, export, why_packed
+        self._export_again = export_again if export is not None and export.segments else None
         self._loop = loop = Loop(transport, copies, config.spin_s(copies.pools.device), clock)
         self.transport, self.copies, self.clock = transport, copies, clock
         self.events, self.state, self.lock = loop.events, loop.state, loop.lock
@@ -105,6 +108,33 @@ class DataPath:
             self.copies.prepare_chunks(route, packing=packing)
         except TransportError as error:
             logger.warning("reads with rank %s will fail: %s", route.peer, error)
+
+    @property
+    def maps_segments(self) -> bool:
+        """Returns True if memory of the pools may be given to others segment by segment, and so may be replaced."""
+        return self._export_again is not None
+
+    def withdraw(self) -> bool:
+        """Give the pools' memory to nobody any more, before it is taken away. All leases have ended. Returns False if
+        it is not given to others segment by segment, or is withdrawn.
+        """
+        if self.board is None or self.export is None or not self.export.segments:
+            return False
+        self.board.memory.withdraw()
+        self.export, self.why_packed = None, "its memory is taken away for a while"
+        return True
+
+    def renew(self) -> bool:
+        """Describe the pools anew, since their memory was replaced, or has grown. Returns False if nothing changes."""
+        if self._export_again is None:
+            return False
+        before = self.export
+        try:
+            self.export, self.why_packed = self._export_again(), ""
+        except KVConnectorError as error:
+            logger.warning("no consumer can read these pools directly any more: %s", error)
+            self.export, self.why_packed = None, error.statement
+        return self.export != before
 
     def step(self) -> None:
         """Move everything that can move, and add the resulting events to `events`. Call it until there are none."""

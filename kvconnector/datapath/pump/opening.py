@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import as_connector_error
@@ -61,15 +62,19 @@ def open_datapath(
         copies.digests = Digests(device, slot_bytes)
         logger.info("verify=checksum: all reads are packed, and each chunk is checked")
     is_direct = config.paths.direct != "never" and not is_checked
-    board, export = None, None
+    board, export, why_packed = None, None, ""
     if is_direct and sends:
-        board, export = _share(pools, copies, config.paths.shared_folder)
+        board, export, why_packed = _share(pools, copies, config.paths.shared_folder)
     return DataPath(
         config,
         transport,
         copies,
         board=board,
         export=export,
+        export_again=None
+        if board is None
+        else partial(export_pools, pools, board, config.paths.shared_folder),
+        why_packed=why_packed,
         reads_directly=is_direct and receives and _can_read(copies),
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -114,9 +119,9 @@ def _open_copies(
 
 def _share(
     pools: Pools, copies: Copies, shared_folder: str
-) -> tuple[LeaseBoard, PoolExport] | tuple[None, None]:
-    """Let consumers read this worker's pools; if they cannot, the log says why not. Raises ConfigError: see
-    `export_pools`.
+) -> tuple[LeaseBoard | None, PoolExport | None, str]:
+    """Let consumers read this worker's pools. If they cannot, returns the reason, which is in the log, too. Raises
+    ConfigError: see `export_pools`.
     """
     try:
         with ExitStack() as stack:
@@ -124,12 +129,12 @@ def _share(
             stack.callback(board.close)
             export = export_pools(pools, board, shared_folder)
             stack.pop_all()
-            return board, export
+            return board, export, ""
     except ConfigError:
         raise
     except KVConnectorError as error:
         logger.info("no consumer can read these pools directly: %s", error)
-        return None, None
+        return None, None, error.statement
 
 
 def _can_read(copies: Copies) -> bool:

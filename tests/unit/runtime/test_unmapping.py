@@ -1,17 +1,21 @@
-"""A producer that closes waits for the consumers that have mapped its CUDA memory, and for no others."""
+"""A producer that closes or sleeps waits for the consumers that have mapped its CUDA memory, and for no others."""
 
 import msgspec
 import pytest
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import export_pools
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import TransportError
-from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
+from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation, SegmentRun
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 ANYWHERE = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=(1 << 63) - 1)
+
+
+SEGMENTED = SegmentRun(address=1, nbytes=(1 << 63) - 1, count=1)
 
 
 def cuda_export(export):
@@ -29,18 +33,20 @@ class MappingPath:
             self.can_map = True
             self._receives = receives
             self.unmapping = []
+            self.opened = []
 
         def open(self, link, export, routes):
             if not self.can_map:
                 raise TransportError("another host")
             link.maps_pools = True
+            self.opened.append(export)
             return "mapped"
 
         def close(self, link, then):
             if not link.maps_pools:
                 then()
             else:
-                self.unmapping.append(then)
+                self.unmapping.append(lambda: (setattr(link, "maps_pools", False), then()))
 
         def submit(self, read):
             self._receives.submit(read)
@@ -53,6 +59,17 @@ class MappingPath:
         self.reads = self.Reads(sending.receives)
         self.board = LeaseBoard(num_buckets=1)
         self.export = cuda_export(export_pools(pools, self.board))
+        self._export_again = None
+
+    withdraw, renew = DataPath.withdraw, DataPath.renew
+
+    def segment(self):
+        """Give the pools memory that may be replaced."""
+        exported = msgspec.structs.replace(self.export, allocations=(), segments=(SEGMENTED,))
+        self.export = exported
+        self._export_again = lambda: msgspec.structs.replace(
+            exported, epoch=self.board.memory.epoch
+        )
 
     def __getattr__(self, name):
         return getattr(self._sending, name)
@@ -126,3 +143,77 @@ def test_a_consumer_of_another_host_maps_nothing(world):
     assert world.run(world.is_quiet)
     world.freeze(world.d)
     assert world.mappers == []
+
+
+@pytest.fixture
+def sleeper(world):
+    """A world whose producer's memory may be replaced, before anybody has greeted it."""
+    world.p.workers[0].datapath.segment()
+    world.producer._change_reply()
+    return world
+
+
+def told(world):
+    """Take turns without time passing: nobody waits for a heartbeat's time to come."""
+    return world.run(lambda: not world.mappers, max_turns=20)
+
+
+def test_a_producer_that_sleeps_hears_at_once_that_its_memory_is_free(sleeper):
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    first, *_ = sleeper.path.reads.opened
+    sleeper.producer.withdraw_pools()
+    assert sleeper.run(lambda: bool(sleeper.path.reads.unmapping), max_turns=5)
+    assert sleeper.mappers == ["d rank (0, 0)"]
+    sleeper.path.reads.unmapping.pop()()
+    assert told(sleeper)
+    sleeper.producer.withdraw_pools()
+    sleeper.producer.renew_pools()
+    assert sleeper.mappers == ["d rank (0, 0)"]
+    assert sleeper.run(lambda: len(sleeper.path.reads.opened) == 2, max_turns=5)
+    assert sleeper.path.reads.opened[1].epoch == first.epoch + 1
+    sleeper.request("again")
+    assert sleeper.run(sleeper.is_quiet)
+    assert sleeper.mappers == ["d rank (0, 0)"]
+    assert sleeper.d.workers[0].poll().failed_recving == {}
+
+
+def test_a_consumer_that_greets_while_its_producer_sleeps_maps_the_memory_later(sleeper):
+    sleeper.producer.withdraw_pools()
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    assert sleeper.path.reads.opened == []
+    assert sleeper.mappers == []
+    sleeper.producer.renew_pools()
+    assert sleeper.run(lambda: len(sleeper.path.reads.opened) == 1, max_turns=5)
+
+
+def test_memory_that_has_not_changed_is_not_mapped_anew(sleeper):
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    sleeper.producer.renew_pools()
+    sleeper.producer._change_reply()  # as if the reply came twice
+    for _ in range(5):
+        sleeper.turn()
+    assert len(sleeper.path.reads.opened) == 1
+    assert not sleeper.path.reads.unmapping
+
+
+def test_memory_with_ipc_handles_is_not_withdrawn(world):
+    world.request()
+    assert world.run(world.is_quiet)
+    world.producer.withdraw_pools()
+    world.producer.renew_pools()
+    for _ in range(5):
+        world.turn()
+    assert not world.path.reads.unmapping
+    assert len(world.path.reads.opened) == 1
+
+
+def test_a_consumer_lost_while_it_unmaps_is_not_waited_for(sleeper):
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    sleeper.producer.withdraw_pools()
+    assert sleeper.run(lambda: bool(sleeper.path.reads.unmapping), max_turns=5)
+    sleeper.kill(sleeper.d)
+    assert told(sleeper)
