@@ -1,4 +1,5 @@
-"""A CUDA driver without a GPU: the part that maps memory segment by segment, with the driver's documented errors.
+"""A CUDA driver without a GPU: the part that maps memory segment by segment, with the errors that driver 580 gave on an
+H200 for each mistake.
 
 Handles are numbers that stay the same for as long as their segment lives; a segment lives while it is mapped or a
 handle of it is retained. Exported descriptors are of real, unnamed files, so they can be passed through sockets. Memory
@@ -9,13 +10,13 @@ import ctypes
 import os
 from collections import Counter
 
-OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND, NOT_PERMITTED, NOT_SUPPORTED = 0, 1, 2, 500, 800, 801
+OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND, NOT_SUPPORTED, UNKNOWN = 0, 1, 2, 500, 801, 999
 NAMES = {
     INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
     OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY",
     NOT_FOUND: b"CUDA_ERROR_NOT_FOUND",
-    NOT_PERMITTED: b"CUDA_ERROR_NOT_PERMITTED",
     NOT_SUPPORTED: b"CUDA_ERROR_NOT_SUPPORTED",
+    UNKNOWN: b"CUDA_ERROR_UNKNOWN",
 }
 GRANULARITY = 2 << 20
 FIRST_ADDRESS = 1 << 40
@@ -37,6 +38,7 @@ class FakeCuda:
         self.mapped = {}
         self.allocations = {}
         self.access = {}
+        self.readable = set()
         self.files = {}
         self.legacy = {}
         self.calls = Counter()
@@ -63,6 +65,7 @@ class FakeCuda:
             if size > 0:
                 handle = self.create(size, types)
                 self.mapped[address] = handle, size
+                self.readable.add(address)
                 self.drop(handle)
             address += abs(size)
         return first
@@ -106,7 +109,7 @@ class FakeCuda:
     def cuMemGetAddressRange_v2(self, base, nbytes, address):
         found = self._mapping_at(address.value)
         places = [(start, size) for start, size in self.legacy.items()]
-        if found is not None:
+        if found is not None and found[0] in self.readable:
             places.append((found[0], found[2]))
         for start, size in places:
             if start <= address.value < start + size:
@@ -150,7 +153,7 @@ class FakeCuda:
         else:
             number = self.files.get(os.fstat(shared.value or 0).st_ino, 0)
         if number not in self.allocations:
-            return INVALID_VALUE
+            return UNKNOWN
         self.allocations[number].num_retained += 1
         handle._obj.value = number
         return OK
@@ -181,8 +184,10 @@ class FakeCuda:
         allocation = self.allocations.get(handle.value)
         is_reserved = any(a <= start and stop <= a + n for a, n in self.reserved.items())
         is_taken = any(a < stop and start < a + n for a, (_, n) in self.mapped.items())
-        if allocation is None or not is_reserved or is_taken or nbytes.value > allocation.nbytes:
+        if allocation is None or not is_reserved or is_taken:
             return INVALID_VALUE
+        if nbytes.value != allocation.nbytes:
+            return NOT_SUPPORTED
         self.mapped[start] = handle.value, nbytes.value
         return OK
 
@@ -192,6 +197,7 @@ class FakeCuda:
         if covered != nbytes.value:
             return INVALID_VALUE
         self.access[start, stop] = descriptor._obj.location.id
+        self.readable |= {at for at in self.mapped if start <= at < stop}
         return OK
 
     def cuMemUnmap(self, address, nbytes):
@@ -199,5 +205,6 @@ class FakeCuda:
         if size != nbytes.value:
             return INVALID_VALUE
         del self.mapped[address.value]
+        self.readable.discard(address.value)
         self._free_if_unused(handle)
         return OK

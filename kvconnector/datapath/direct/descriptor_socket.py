@@ -43,9 +43,9 @@ _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 1024
 _CLOSED = (errno.EINVAL, errno.EBADF)
 _PREFIX, _SUFFIX = "kvconnector-", ".sock"
-MAX_ASKED = 128
-"""Most segments of one question. A message carries at most 253 descriptors. Fewer would make a greeting long: a busy
-engine leaves the GIL to the thread that answers for a few questions in 100 ms.
+MAX_ASKED = 64
+"""Most segments of one question; a message carries at most 253 descriptors. More would keep the GIL of a busy engine
+for too long, since the driver takes 0.16 ms for each, fewer would make a greeting longer: each question needs the GIL.
 """
 _QUESTION = struct.Struct("<QII")
 """The epoch, the first segment's number, how many."""

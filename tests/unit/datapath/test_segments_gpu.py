@@ -26,7 +26,7 @@ MiB = 1 << 20
 EXPANDABLE = ("env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 SHAPE = Shape(layers=2, heads=8, dim=128, block=16, blocks=64)
 """Four parts of 2 MiB."""
-UNLIKE = {"sizes": [4 * MiB, 2 * MiB, 6 * MiB, 2 * MiB], "lead": MiB + 512}
+UNLIKE = {"sizes": [4 * MiB, 2 * MiB, 2 * MiB, 6 * MiB], "lead": MiB + 512}
 """The pools begin and end in the middle of a segment, and so does each part."""
 LARGE = Shape(layers=8, heads=8, dim=128, block=16, blocks=512)
 """Sixteen parts of 16 MiB: 256 MiB."""
@@ -74,7 +74,9 @@ def is_sent(consumer, read_id, held, tokens):
         found = (each for each in consumer.events if isinstance(each, kinds))
         return next((each for each in found if each.read.read_id == read_id), None)
 
-    return isinstance(until(first, step, lambda: consumer.events), ev.ReceivePosted)
+    found = until(first, step, lambda: consumer.events)
+    consumer.events.clear()
+    return isinstance(found, ev.ReceivePosted)
 
 
 @places
