@@ -218,8 +218,6 @@ class DriverThread:
 
     def renew_pools(self) -> None:
         """Let consumers map the caches' memory again, if it has other memory than before."""
-        if not self._datapath.maps_segments:
-            return
         if self._driver is None:
             self._datapath.renew()
             return

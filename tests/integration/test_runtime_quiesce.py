@@ -1,7 +1,10 @@
 """A worker whose engine sleeps, over real UCX and ZMQ: nothing reads or writes the caches."""
 
+import mmap
+
 import pytest
 
+from kvconnector.datapath.direct import shared_memory
 from kvconnector.errors import MemoryInUseError
 from tests.integration.runtime_pair import arrives, until
 from tests.support.waiting import DEADLINE_S
@@ -53,6 +56,23 @@ def test_a_prompt_that_is_queued_while_its_producer_sleeps_is_computed_afterward
     d.load("w", params, [5, 6], 31)
     until(lambda: "w" in d.received, d, p)
     assert not d.failed
+
+
+def test_caches_that_come_back_with_other_memory_are_read_as_they_are_now(pair):
+    """The consumer has mapped the memory that they had, which nobody writes any more."""
+    p, d = pair
+    (worker,) = p.workers
+    assert d.paths["warm"] == {"direct"}
+    worker.quiesce(DEADLINE_S)
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
+    for place in worker._thread._datapath.board.memory._places:
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        there = shared_memory._map()(place.address, place.nbytes, writable, anonymous, -1, 0)
+        assert there == place.address
+    p.caches[0].scribble(0, range(64))
+    worker.resume()
+    assert arrives(p, d, "again", [1, 2], [5, 6])
+    assert d.paths["again"] == {"packed"}
 
 
 def test_layers_that_are_written_after_it_fell_asleep_are_not_reported(pair, monkeypatch):

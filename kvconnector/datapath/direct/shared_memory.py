@@ -96,6 +96,27 @@ class SharedMemory:
         """Returns True if other processes may read memory between these addresses here."""
         return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
+    def is_intact(self) -> bool:
+        """Returns True if what `share` moved here is still what this process has at these addresses."""
+        inode, found = os.fstat(self.fd).st_ino, []
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+            for line in maps:
+                place, _, offset, _, number, *_ = line.split(maxsplit=5)
+                if int(number) == inode:
+                    start, stop = (int(edge, 16) for edge in place.split("-"))
+                    found.append((start - int(offset, 16), start, stop))
+        return all(
+            any(
+                first <= each.address and each.address + each.nbytes <= last
+                for first, last in joined(
+                    (start, stop)
+                    for lead, start, stop in found
+                    if lead == each.address - each.offset
+                )
+            )
+            for each in self._places
+        )
+
     @property
     def epoch(self) -> int:
         """How often the pools' memory was withdrawn."""

@@ -126,14 +126,20 @@ class DataPath:
 
     def renew(self) -> bool:
         """Describe the pools anew, since their memory was replaced, or has grown. Returns False if nothing changes."""
-        if self._export_again is None:
-            return False
-        before = self.export
-        try:
-            self.export, self.why_packed = self._export_again(), ""
-        except KVConnectorError as error:
-            logger.warning("no consumer can read these pools directly any more: %s", error)
-            self.export, self.why_packed = None, error.statement
+        before, board = self.export, self.board
+        if self._export_again is not None:
+            try:
+                self.export, self.why_packed = self._export_again(), ""
+            except KVConnectorError as error:
+                self.export, self.why_packed = None, error.statement
+        elif before is not None and board is not None and not board.memory.is_intact():
+            board.memory.withdraw()
+            self.export, self.why_packed = (
+                None,
+                "the caches have other memory than the one that is shared",
+            )
+        if self.export is None and self.export != before:
+            logger.warning("consumers cannot read these pools directly: %s", self.why_packed)
         return self.export != before
 
     def step(self) -> None:

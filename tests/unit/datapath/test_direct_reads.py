@@ -139,6 +139,21 @@ def test_a_lease_on_memory_that_replaced_what_is_mapped_is_sent(pair, clock):
     give_up(pair, 2)
 
 
+def test_caches_with_other_memory_than_the_one_that_is_shared_are_sent(pair, clock, monkeypatch):
+    path = pair.p.path
+    assert not path.renew()
+    assert path.export is pair.export
+    monkeypatch.setattr(path.board.memory, "is_intact", lambda: False)
+    assert path.renew()
+    assert path.export is None
+    path.board.publish(KEY, Watermark(MANY_TOKENS))
+    ask(pair, 1)
+    pump_on(pair)
+    clock.advance(WAIT_FOR_LEASE_S)
+    only_consumer_steps(pair, 1, ev.ReceivePosted)
+    give_up(pair, 1)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
 def test_stopped_read_writes_nothing_more(pair, waits):
     if not waits:

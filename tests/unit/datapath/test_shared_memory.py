@@ -141,3 +141,18 @@ def test_pinned_memory_is_recognised():
     pinned = torch.zeros(MIN_OWN_PAGES_BYTES, dtype=torch.uint8, pin_memory=True)
     assert shared_memory.is_known_to_cuda(pinned.data_ptr())
     assert not shared_memory.is_known_to_cuda(in_pages(PAGE).ctypes.data)
+
+
+def test_memory_that_its_owner_has_replaced_is_noticed():
+    """As an engine does that gives its memory back while it sleeps."""
+    arrays, memory = [in_pages(3 * PAGE) for _ in range(2)], SharedMemory(1)
+    assert memory.is_intact()
+    places = memory.share([bounds(array) for array in arrays])
+    memory.seal()
+    assert memory.is_intact()
+    address = places[-1].address + PAGE
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    assert shared_memory._map()(address, PAGE, writable, anonymous, -1, 0) == address
+    assert not memory.is_intact()
+    memory.close()
