@@ -178,6 +178,11 @@ class Driver:
         assert self.producer is not None  # otherwise the data path exports nothing
         reply = self._reply()
         for link in self.producer.change_reply(reply, self.links):
+            try:
+                self.ports.links.send(link, reply)
+            except KVConnectorError as error:
+                self.links.lose(link, error)  # it would go on with what it has mapped
+                continue
             if self._is_cuda_exported:
                 self.links.note_mapping(link, may_map=True)
         self.links.flush()

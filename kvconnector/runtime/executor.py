@@ -77,9 +77,9 @@ class SessionLinks(LinkPort):
         self._links.send(link, message)
 
     def _with_inbox(self, link: Link, reply: m.HelloReply) -> m.HelloReply:
-        """Name an inbox to a consumer that has named one, and that this producer has an endpoint to."""
+        """Name an inbox to a consumer that has named one, and that this producer has an endpoint to, once."""
         endpoint = self._datapath.sends.endpoint(link)
-        if not endpoint or not self._links.has_peer_inbox(link):
+        if not endpoint or not self._links.has_peer_inbox(link) or self._links.has_inbox(link):
             return reply
         self._links.use_endpoint(link, endpoint)
         return msgspec.structs.replace(reply, control=self._links.open_inbox(link))

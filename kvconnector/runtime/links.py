@@ -258,6 +258,11 @@ class Links:
         connection = self._connections.get(link)
         return connection is not None and connection.sealer is not None
 
+    def has_inbox(self, link: Link) -> bool:
+        """Returns True if our greeting has named an inbox."""
+        connection = self._connections.get(link)
+        return connection is not None and connection.tag != 0
+
     def use_endpoint(self, link: Link, endpoint: int) -> None:
         """Send messages through an endpoint of the transport from now on, if both sides name an inbox. It stays open
         until `leave_transport`.

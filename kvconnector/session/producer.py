@@ -159,14 +159,11 @@ class ProducerSession:
             handler(self, event, now)
 
     def change_reply(self, reply: m.HelloReply, links: Iterable[Link]) -> list[Link]:
-        """Answer greetings with `reply` from now on, and send it to the consumers among `links` that have an earlier
-        one. Returns them. It may differ in its export alone.
+        """Answer greetings with `reply` from now on. Returns the consumers among `links` that had an earlier answer. It
+        may differ in its export alone.
         """
         self._reply = self._peers.reply = reply
-        greeted = [link for link in links if self._peers.ready(link) is not None]
-        for link in greeted:
-            self._links.send(link, reply)
-        return greeted
+        return [link for link in links if self._peers.ready(link) is not None]
 
     def holds(self, request_id: str) -> bool:
         """Returns True if a lease on the request's blocks has not ended."""
