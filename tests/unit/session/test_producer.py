@@ -153,7 +153,8 @@ def test_a_worker_may_read_from_its_welcome_until_it_is_lost(side):
     (started,) = harness.of(side.receive(-1, harness.read(2)), "start_send")
     side.handle(ev.LinkLost(-1, PeerLostError("gone")))  # its send is still to stop
     assert not harness.of(side.receive(-1, harness.read(3)), "start_send")
-    assert side.handle(harness.done(), harness.abort()) == []
+    late = ev.EndpointOpened(-1), ev.LinkLost(-1, PeerLostError("gone again"))
+    assert side.handle(harness.done(), harness.abort(), *late) == []
     assert side.num_leases == 1
     assert side.links[-1].peer is not None
     side.handle(ev.SendOver(started.send, 0))
