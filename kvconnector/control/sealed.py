@@ -14,7 +14,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from kvconnector.errors import PeerLostError, RemoteError
+from kvconnector.errors import PeerLostError, RemoteError, Retry
 
 KEY_BYTES = 32
 MAC_BYTES = 16
@@ -26,6 +26,8 @@ _PERSON = b"kvc-control"
 
 class ForgedMessageError(RemoteError):
     """A frame is too short, has a wrong MAC, or is a repeat: drop it."""
+
+    retry = Retry.OTHER
 
 
 @dataclass(frozen=True, slots=True)
