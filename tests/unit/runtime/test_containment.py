@@ -95,7 +95,7 @@ def test_an_exception_in_the_check_of_an_order_refuses_that_order(
 
 
 @pytest.mark.parametrize(
-    "step", ["decode_batch", "event_of", "_greet", "keep_alive", "name_consumer"]
+    "step", ["decode_batch", "event_of", "_greet", "keep_alive", "note_mapping"]
 )
 def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, deployment, step):
     world, p, d = deployment
@@ -106,7 +106,7 @@ def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, depl
         "event_of": ev,
         "_greet": driver,
         "keep_alive": driver.producer,
-        "name_consumer": driver.links,
+        "note_mapping": driver.links,
     }[step]
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(owner, step, fail)
