@@ -12,6 +12,8 @@ LENGTHS = (7, 64, 130, 600, 2000)
 SETTLE_S = 0.5
 CLEAR_CANDIDATES = 8
 """Prompts among which one without near-ties is chosen."""
+BLOCK_BYTES = 1 << 18
+"""Of 64 tokens of the "llama": K and V of four layers with four heads of 32 floats."""
 
 
 def tokens(pair, outcome):
@@ -259,6 +261,26 @@ def consumer_gone(pair, outcome):
     pair.prefilled(prompt_of(900, seed=4))
     pair.decode.kill()
     outcome.complaints += pair.leftovers("prefill")
+
+
+def reclaimed(pair, outcome):
+    """Offers that nobody reads fill half of the prefill engine's cache: it takes the oldest back, and who comes late
+    computes the prompt.
+    """
+    prompts = [prompt_of(600, seed=40 + number) for number in range(5)]
+    expected = [pair.alone(prompt) for prompt in prompts]
+    pair.compared(prompt_of(40))
+    half = pair.specs[0].cache_bytes // BLOCK_BYTES // 2
+    offers = [pair.prefilled(prompt) for prompt in prompts]
+    has_room = becomes(lambda: pair.prefill.call("report")["used_blocks"] <= half)
+    outcome.check("half of the cache is free", has_room)
+    # ten blocks each
+    num_late = len(prompts) - half // 10
+    for number, (prompt, offer, tokens) in enumerate(zip(prompts, offers, expected, strict=True)):
+        answer = pair.decode.ask(prompt, offer)
+        outcome.compare(f"offer {number}", answer, tokens)
+        is_loaded = answer.computed_tokens in {0, 1}
+        outcome.check(f"offer {number} is loaded", is_loaded, number >= num_late)
 
 
 def chat(pair, outcome):
