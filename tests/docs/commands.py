@@ -93,6 +93,18 @@ def _check_transfer_config(found):
     Settings.of(vllm_config, {})
 
 
+def _check_vllm(arguments):
+    encoder = "--ec-transfer-config"
+    if "--kv-transfer-config" in arguments or encoder not in arguments:
+        check_json(_value_of("--kv-transfer-config", arguments))
+    if encoder in arguments:
+        found = json.loads(_value_of(encoder, arguments))
+        module = found["ec_connector_module_path"]
+        source = (ROOT / module.replace(".", "/") / "__init__.py").read_text()
+        assert f"class {found['ec_connector']}(" in source
+        assert f'"{found["ec_role"]}": ' in source
+
+
 def _value_of(option, arguments):
     return arguments[arguments.index(option) + 1]
 
@@ -158,5 +170,5 @@ CHECKS = {
     "python": _check_python,
     "python3": _check_python,
     ".venv-vllm/bin/python": _check_python,
-    "vllm": lambda arguments: check_json(_value_of("--kv-transfer-config", arguments)),
+    "vllm": _check_vllm,
 }

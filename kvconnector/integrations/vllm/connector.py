@@ -65,7 +65,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _share_vllm_handlers()
+        share_vllm_handlers()
         settings = Settings.of(vllm_config)
         check_deployment(vllm_config, settings.config.role)
         self._scheduler_half: SchedulerHalf | None = None
@@ -256,7 +256,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _share_vllm_handlers() -> None:
+def share_vllm_handlers() -> None:
     """Log through vLLM's handlers, at vLLM's level, unless the operator has configured our logger."""
     ours, theirs = logging.getLogger("kvconnector"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:

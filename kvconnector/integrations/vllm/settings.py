@@ -70,11 +70,11 @@ class Settings:
             for name, value in transfer.kv_connector_extra_config.items()
             if name not in IGNORED_OPTIONS
         }
-        bidirectional = _take(options, "bidirectional_kv_xfer", bool, False)
-        threshold = _take(options, "kv_recompute_threshold", int, 64)
-        decoder_ttl_s = _take(options, "decoder_kv_blocks_ttl", PositiveSeconds, 480.0)
-        first_token = _take(options, "first_token", FirstTokenPolicy, "auto")
-        name = _take(options, "model_name", str, str(vllm_config.model_config.model))
+        bidirectional = take(options, "bidirectional_kv_xfer", bool, False)
+        threshold = take(options, "kv_recompute_threshold", int, 64)
+        decoder_ttl_s = take(options, "decoder_kv_blocks_ttl", PositiveSeconds, 480.0)
+        first_token = take(options, "first_token", FirstTokenPolicy, "auto")
+        name = take(options, "model_name", str, str(vllm_config.model_config.model))
         base = _base(vllm_config, options, environ)
         if bidirectional:
             base["role"] = "both"
@@ -87,14 +87,14 @@ def _base(
     vllm_config: VllmConfig, options: dict[str, Any], environ: Mapping[str, str]
 ) -> dict[str, Any]:
     transfer = vllm_config.kv_transfer_config
-    lease = dict(_take(options, "lease", dict, {}))
+    lease = dict(take(options, "lease", dict, {}))
     if "kv_lease_duration" in options:
-        lease.setdefault("duration_s", _take(options, "kv_lease_duration", PositiveSeconds, 0.0))
-    control = dict(_take(options, "control", dict, {}))
+        lease.setdefault("duration_s", take(options, "kv_lease_duration", PositiveSeconds, 0.0))
+    control = dict(take(options, "control", dict, {}))
     control.setdefault("host", environ.get(HOST_VARIABLE, "localhost"))
     if PORT_VARIABLE in environ:
-        control.setdefault("port", _port(environ[PORT_VARIABLE]))
-    if _names_no_keys(control, environ) and is_loopback(control["host"]):
+        control.setdefault("port", port_of(environ, PORT_VARIABLE))
+    if names_no_keys(control, environ) and is_loopback(control["host"]):
         control.setdefault("insecure", True)
     return {
         "engine_id": transfer.engine_id,
@@ -129,7 +129,8 @@ def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
     return msgspec.structs.replace(config, control=control)
 
 
-def _names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+def names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Returns True if neither the options nor the environment name keys for the control channel."""
     return not (
         control.get("secret_key_file")
         or control.get("authorized_clients_file")
@@ -138,14 +139,21 @@ def _names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bo
     )
 
 
-def _port(value: str) -> int:
+def port_of(environ: Mapping[str, str], variable: str) -> int:
+    """Return the port that a variable names. Raises ConfigError: it names none."""
     try:
-        return int(value)
+        return int(environ[variable])
     except ValueError as error:
-        raise ConfigError(f"{PORT_VARIABLE} is not a port number", value=value) from error
+        raise ConfigError(f"{variable} is not a port number", value=environ[variable]) from error
 
 
-def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
+def take(
+    options: dict[str, Any],
+    name: str,
+    kind: Any,
+    default: Any,
+    where: str = "kv_connector_extra_config",
+) -> Any:
     """Remove an option from `options` and return its value. Numbers and truth values may be written as text."""
     if name not in options:
         return default
@@ -153,9 +161,7 @@ def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"kv_connector_extra_config.{name} is malformed", value=value, reason=str(error)
-        ) from error
+        raise ConfigError(f"{where}.{name} is malformed", value=value, reason=str(error)) from error
 
 
 def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:

@@ -56,3 +56,15 @@ RANGES: tuple[Entry, ...] = (
     Fields(f"{MULTI}:MultiConnector", ("_connectors",)),
 )
 """What our `MultiConnector` uses of vLLM's: without it, that one alone is refused."""
+
+EC = "distributed/ec_transfer/ec_connector"
+ENCODER: tuple[Entry, ...] = (
+    Imported(OWN / "encoder", "vllm"),
+    Implemented(f"{EC}/base.py:ECConnectorBase", OWN / "encoder/__init__.py", "EncoderConnector"),
+    Fields(
+        "config/ec_transfer.py:ECTransferConfig",
+        ("engine_id", "ec_role", "ec_connector_extra_config", "mm_encoder_output_widths"),
+    ),
+    Mentioned("config/ec_transfer.py", ("ec_producer", "ec_consumer", "ec_both")),
+)
+"""What our `EncoderConnector` uses besides: without it, that one alone is refused."""

@@ -10,6 +10,7 @@ from tests.vllm.harness import launchers
 from tests.vllm.harness import scenarios as s
 from tests.vllm.harness.data_parallel import address_per_rank, one_address
 from tests.vllm.harness.device import Device
+from tests.vllm.harness.encoder import encoder
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import Outcome
 from tests.vllm.harness.servers import failed_answers, http_example, metrics
@@ -229,6 +230,8 @@ CASES = (
     _servers(
         "dp2-dp2-mla", one_address("mla-moe", prefill=2, decode=2, more=MLA_EXPERTS), **SPREAD
     ),
+    _servers("encoder", encoder),
+    _servers("encoder-tp2", partial(encoder, tp_size=2), decode=TP2),
     _servers("metrics", metrics, is_quick=True),
     _servers("failed-answers", failed_answers),
     _servers("vllm-router", launchers.vllm_router, needs=("vllm_router",)),

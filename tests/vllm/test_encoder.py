@@ -1,0 +1,275 @@
+"""Encoders' outputs move between engines, by vLLM's own scheduler and the calls of its runner."""
+
+import logging
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "vllm.distributed.ec_transfer.ec_connector.encoder_output_width",
+    reason="vLLM 0.31 does not measure an encoder's outputs",
+    exc_type=ImportError,
+)
+
+from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm.encoder import EncoderConnector, EncoderOptions
+from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
+from tests.vllm.harness.encoder import HIDDEN, make_image_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory):
+    return make_image_model(tmp_path_factory.mktemp("models") / "images")
+
+
+@pytest.fixture
+def engine(image_model):
+    """Makes engines."""
+    with ExitStack() as stack:
+
+        def make(role, width=HIDDEN, **extra):
+            made = Engine(image_model, f"ec_{role}", role, width, **extra)
+            return stack.enter_context(closing(made))
+
+        yield make
+
+
+def offered(producer, *features):
+    """Have a producer encode images. Returns its parameters."""
+    request = producer.add(*features)
+    run([producer], lambda: request in producer.params)
+    return producer.params[request]
+
+
+@pytest.mark.parametrize(
+    "embeddings, width", [(32, HIDDEN), (7, 3 * HIDDEN // 2), (1, HIDDEN), (100, 4 * HIDDEN)]
+)
+def test_an_output_is_encoded_once_and_loaded_elsewhere(engine, embeddings, width):
+    """Also one that is wider than the model, as DeepStack's, and no whole number of rows."""
+    producer, consumer = engine("producer", width), engine("consumer", width)
+    params = offered(producer, feature("a", embeddings))
+    assert producer.encodes == ["a"]
+    request = consumer.add(feature("a", embeddings, has_media=False), params=params)
+    run([consumer], lambda: "a" in consumer.cache)
+    assert torch.equal(consumer.cache["a"], encoded("a", embeddings, width))
+    run([producer, consumer], lambda: request in consumer.params and not producer.half._offers)
+    assert consumer.encodes == consumer.errors == []
+
+
+def test_a_prompt_of_several_images_waits_for_all(engine):
+    producer, consumer = engine("producer"), engine("consumer")
+    features = [feature(name, 32, offset=32 * number) for number, name in enumerate("abc")]
+    params = offered(producer, *features)
+    request = consumer.add(*features, params=params)
+    run([consumer], lambda: request in consumer.params)
+    assert consumer.encodes == []
+    for name in "abc":
+        assert torch.equal(consumer.cache[name], encoded(name, 32, HIDDEN))
+
+
+def test_what_two_requests_share_is_fetched_once(engine):
+    """The second one's offer is declined, so that the producer does not keep it until its lease ends."""
+    producer, consumer = engine("producer"), engine("consumer")
+    asked = [offered(producer, feature("a")) for _ in range(2)]
+    assert producer.encodes == ["a"]
+    assert asked[0]["a"]["remote_request_id"] != asked[1]["a"]["remote_request_id"]
+    requests = [consumer.add(feature("a"), params=params) for params in asked]
+    run([producer, consumer], lambda: all(each in consumer.params for each in requests))
+    run([producer, consumer], lambda: not producer.half._offers)
+    assert consumer.encodes == consumer.errors == []
+
+
+def test_a_request_that_is_aborted_in_the_queue_declines_its_offers(engine):
+    producer, consumer = engine("producer"), engine("consumer")
+    params = offered(producer, feature("a"))
+    consumer.abort(consumer.add(feature("a"), params=params))
+    run([producer, consumer], lambda: not producer.half._offers)
+
+
+def test_a_request_that_is_aborted_during_the_fetch_leaves_nothing(engine):
+    producer, consumer = engine("producer"), engine("consumer")
+    params = offered(producer, feature("a"))
+    request = consumer.add(feature("a"), params=params)
+    consumer.step()
+    assert consumer.half._fetches
+    consumer.abort(request)
+    other = consumer.add(feature("b"))
+    run([producer, consumer], lambda: other in consumer.params and not consumer.half._fetches)
+    # what came is kept for others
+    assert consumer.half._outputs.get("a").is_ready
+    run([producer, consumer], lambda: not producer.half._offers)
+
+
+@pytest.mark.parametrize("has_media", [True, False])
+@pytest.mark.parametrize("loss", ["its lease ended", "another output's", "another length"])
+def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
+    engine, has_media, loss, caplog
+):
+    extra = {"lease": {"duration_s": 6.0}, "peer": {"heartbeat_interval_s": 0.5}}
+    producer, consumer = engine("producer", **extra), engine("consumer", **extra)
+    params = offered(producer, feature("a"))
+    if loss == "another output's":
+        params = {"a": offered(producer, feature("b"))["b"]}
+    elif loss == "another length":
+        params["a"]["shape"] = [31, HIDDEN]
+    else:
+        run([producer], lambda: not producer.half._offers)
+    request = consumer.add(feature("a", has_media=has_media), params=params)
+    with caplog.at_level(logging.WARNING):
+        run([producer, consumer], lambda: request in consumer.params)
+    assert (consumer.encodes, consumer.errors) == ((["a"], []) if has_media else ([], [request]))
+    assert f"request {request}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        5,
+        "a",
+        [],
+        {"remote_request_id": 5},
+        {"remote_request_id": "x", "shape": [32, HIDDEN]},
+        {"remote_request_id": "x", "shape": "ab"},
+        {"remote_request_id": "x", "shape": [32, 0]},
+        {"remote_request_id": "x", "shape": [32, 1 << 40]},
+        {"remote_request_id": "x", "shape": [True, True]},
+        {"shape": [32, HIDDEN]},
+    ],
+)
+def test_whatever_a_client_writes_the_engine_goes_on(engine, found):
+    consumer = engine("consumer")
+    for params in (found, {"a": found}):
+        request = consumer.add(feature("a"), params=params)
+        run([consumer], lambda request=request: request in consumer.params)
+    assert consumer.errors == []
+    assert consumer.encodes
+
+
+def test_an_offer_s_name_says_whose_it_is_but_not_how_large(engine):
+    """A size that the pool cannot hold, under the right name."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = offered(producer, feature("a"))
+    params["a"]["shape"] = [32, 1 << 40]
+    request = consumer.add(feature("a"), params=params)
+    run([producer, consumer], lambda: request in consumer.params)
+    assert consumer.encodes == ["a"]
+
+
+def test_requests_wait_for_room_and_then_go_on(engine):
+    """A consumer's pool has room for two images; four requests need one each."""
+    producer = engine("producer")
+    consumer = engine("consumer", ec_cpu_bytes=4 * 16 * HIDDEN * 4)
+    names = "abcd"
+    params = [offered(producer, feature(name)) for name in names]
+    requests = [
+        consumer.add(feature(name), params=each) for name, each in zip(names, params, strict=True)
+    ]
+    run([producer, consumer], lambda: all(each in consumer.params for each in requests))
+    assert consumer.encodes == consumer.errors == []
+
+
+def test_a_request_that_left_gives_its_room_to_one_that_waits(engine):
+    """Also if no step in between reaches vLLM's workers, since none computes a token."""
+    producer = engine("producer")
+    consumer = engine("consumer", ec_cpu_bytes=2 * 16 * HIDDEN * 4)
+    params = [offered(producer, feature(name)) for name in "ab"]
+    first = consumer.add(feature("a"), params=params[0])
+    consumer.step()
+    second = consumer.add(feature("b"), params=params[1])
+    consumer.abort(first)
+    run([producer, consumer], lambda: second in consumer.params)
+    assert consumer.encodes == consumer.errors == []
+
+
+def test_of_a_kind_that_vllm_has_not_measured_nothing_is_offered(engine, caplog):
+    producer = engine("producer")
+    audio = feature("a")
+    audio.modality = "audio"
+    params = offered(producer, audio)
+    assert "remote_request_id" not in params["a"]
+    assert "no output of audio is offered" in caplog.text
+
+
+def test_an_output_of_another_shape_is_not_offered(engine, caplog):
+    producer = engine("producer")
+    producer.half._vllm_config.ec_transfer_config.mm_encoder_output_widths["image"] = HIDDEN + 1
+    params = offered(producer, feature("a"))
+    assert "remote_request_id" not in params["a"]
+    assert "the output a is not offered" in caplog.text
+
+
+def test_an_output_that_is_never_encoded_leaves_its_room(engine):
+    """Its request is aborted when the order to save it is already on the way."""
+    producer = engine("producer")
+    room = len(producer.half._outputs._free)
+    request = producer.add(feature("a"))
+    producer.step(encodes=False)
+    assert len(producer.half._outputs._free) < room
+    producer.abort(request)
+    for name in "bc":
+        offered(producer, feature(name))
+    assert producer.half._outputs.get("a") is None
+    assert "a" not in producer.half._saves
+
+
+def test_a_full_producer_offers_what_it_has_and_leaves_media_to_the_others(engine):
+    producer = engine("producer", ec_cpu_bytes=2 * 16 * HIDDEN * 4)
+    first = offered(producer, feature("a"))
+    second = offered(producer, feature("b"))
+    assert "remote_request_id" in first["a"]
+    assert second["b"]["metadata"] == {}
+    assert "remote_request_id" not in second["b"]
+
+
+def test_offers_that_nobody_reads_do_not_fill_the_pool(engine):
+    """Room for four images: the offers of two are kept."""
+    producer = engine(
+        "producer", ec_cpu_bytes=8 * 16 * HIDDEN * 4, peer={"heartbeat_interval_s": 0.05}
+    )
+    for name in "abcdefgh":
+        params = {}
+        while "remote_request_id" not in params:
+            params = offered(producer, feature(name))[name]
+    assert len(producer.half._offers) <= 4
+
+
+def test_an_engine_of_both_roles_loads_its_own(engine):
+    both = engine("both")
+    offered(both, feature("a"))
+    both.cache.clear()
+    both.scheduler.reset_encoder_cache()
+    request = both.add(feature("a"))
+    run([both], lambda: request in both.params)
+    assert both.encodes == ["a"]
+
+
+def test_settings_are_the_encoder_connectors_own(image_model):
+    config = vllm_config(image_model, "ec_producer", wait_s="5", peer={"timeout_s": 20.0})
+    environ = {"KVCONNECTOR_CONTROL_PORT": "7", "KVCONNECTOR_PEER_IDLE_TIMEOUT_S": "50"}
+    options = EncoderOptions.of(config, {**environ, "VLLM_EC_SIDE_CHANNEL_PORT": "12345"})
+    assert options.wait_s == 5.0
+    assert options.config.role == "producer"
+    assert options.config.control.port == 12345
+    assert options.config.peer.timeout_s == 20.0
+    assert options.config.peer.idle_timeout_s == 50.0
+    assert options.config.lease.duration_s == 120.0
+    assert options.config.lease.reclaim_above == 0.5
+    for extra, word in (
+        ({"ec_cpu_byts": 5}, "ec_cpu_byts"),
+        ({"ec_cpu_bytes": "many"}, "ec_connector_extra_config.ec_cpu_bytes"),
+        ({"ec_cpu_bytes": 0}, "ec_connector_extra_config.ec_cpu_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            EncoderOptions.of(vllm_config(image_model, "ec_producer", **extra), {})
+
+
+def test_a_pool_that_holds_nothing_is_refused(image_model):
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+    config = vllm_config(image_model, "ec_producer", ec_cpu_bytes=100)
+    with pytest.raises(ConfigError, match="ec_cpu_bytes"):
+        EncoderConnector(config, ECConnectorRole.SCHEDULER)
