@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm import _custom_ops  # noqa: F401 - loads the kernels
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -30,8 +31,10 @@ FP8 = {"dtype": torch.uint8, "kv_quant_mode": kv.KVQuantMode.FP8_PER_TENSOR}
 ELEMENTS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 needs_fp8_on_cpu = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported(),
-    reason="vLLM's CPU attention stores fp8 in rows with AVX-512, and in tiles with AMX",
+    not torch.cpu._is_avx512_supported()
+    or torch.cpu._is_amx_tile_supported()
+    or not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
+    reason="vLLM's CPU attention stores fp8 in rows with AVX-512, in tiles with AMX; sources alone have no kernels",
 )
 
 
