@@ -143,7 +143,7 @@ class Deployment(session_world.Deployment):
         self.numbers = Names()
         self.failed, self.must_load, self.from_p1 = set(), set(), set()
         self.num_raised = 0
-        self.is_cut = self.is_probed = self.is_ending_lost = False
+        self.is_cut = self.is_probed = self.is_unmapped = self.is_ending_lost = False
         self.contained, self.unusable = Counter(), []
         for engine in self.engines:
             for worker in engine.workers:
@@ -364,6 +364,8 @@ class Deployment(session_world.Deployment):
             self.lose_endings()
         if self.is_probed:
             self.probe()
+        if self.is_unmapped:
+            self.unmap()
         if self.is_cut:
             self.cut()
         self._settle()
@@ -376,6 +378,13 @@ class Deployment(session_world.Deployment):
         driver = self.session("consumer")[0]
         (link,) = [each for each in driver.links if self.is_of_p0(each)]
         driver.ports.links.send(link, m.Probe(first_tag=1 << 40, nbytes=8, count=1))
+
+    def unmap(self):
+        """Report that the first producer's pools are unmapped, which it asks for before it takes memory away."""
+        with self.victim():
+            self.reading(0)
+        driver = self.session("consumer")[0]
+        driver._events += [ev.PoolsUnmapped(link) for link in driver.links if self.is_of_p0(link)]
 
     def lose_endings(self):
         """Let the first producer not say that a read which was cancelled is over."""
@@ -502,6 +511,7 @@ def test_an_exception_in_a_greeting_or_a_heartbeat_ends_that_link(
     deployment.raise_in(side, name, is_hit, when)
     deployment.is_cut = kind is ev.LinkLost
     deployment.is_probed = kind is m.Probe
+    deployment.is_unmapped = kind is ev.PoolsUnmapped
     check(deployment, caplog, deployment.from_p1)
 
 
