@@ -64,7 +64,7 @@ class Engine:
         device="cpu",
         **settings,
     ):
-        self.rounding = rounding
+        self.rounding, self.device = rounding, device
         self.dtype, self.block, self.workers, self.caches = dtype, block, [], []
         config = kvc.Config.from_mapping({**SETTINGS, "engine_id": name, "role": role, **settings})
         share = HEADS // tp_size
@@ -165,8 +165,11 @@ def check(p, d, source, target):
         for part in "kv":
             numbers = p.bits(layer, part, source, TOKENS).view(p.dtype)
             factors = p.factors(layer, part), d.factors(layer, part)
-            want = stored(numbers, *factors, d)
-            assert torch.equal(d.bits(layer, part, target, TOKENS), want)
+            found, want = d.bits(layer, part, target, TOKENS), stored(numbers, *factors, d)
+            if d.rounding == "cast" and d.device != "cpu":
+                for each in (found, want):
+                    each[each == 0xFF] = 0x7F  # a GPU's arithmetic drops the sign of NaN
+            assert torch.equal(found, want)
 
 
 def per_tensor(layer, part, heads):

@@ -62,6 +62,8 @@ def _converted(
     if is_scaled(conversion.dst_element):
         values = values / theirs
         if conversion.rounding == "cast":
+            if dst == torch.float8_e4m3fn:  # before 2.13 torch stored NaN for what is too large
+                values = values.clamp(-torch.finfo(dst).max, torch.finfo(dst).max)
             found = values.to(dst).view(stored)
             # which sign torch gives NaN depends on the number of elements
             is_negative = numbers >> (8 * numbers.element_size() - 1) != 0
