@@ -231,7 +231,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     app = Router(prefill, decode).app()
-    web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=vllm.BACKLOG)
+    vllm.serve(app, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

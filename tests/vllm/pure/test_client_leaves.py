@@ -18,6 +18,7 @@ ROUTERS = {
     "vllm": ([str(EXAMPLES / "vllm_1p1d" / "router.py")], VLLM),
     "minillm": (["-m", "minillm.router"], VLLM),
     "sglang": ([str(EXAMPLES / "sglang_1p1d" / "router.py")], "/generate"),
+    "mixed": ([str(EXAMPLES / "mixed_1p1d" / "router.py")], VLLM),
 }
 
 
@@ -88,7 +89,10 @@ async def leave(name, *, while_decoding):
     if asks_both:
         working = [prefill, decode]
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(each.serving()) for each in (prefill, decode)]
+        kind = "vllm=" if name == "mixed" else ""
+        urls = [
+            kind + await stack.enter_async_context(each.serving()) for each in (prefill, decode)
+        ]
         router = await stack.enter_async_context(running(command, *urls))
         session = await stack.enter_async_context(ClientSession())
         await healthy(session, router)
@@ -105,7 +109,15 @@ async def leave(name, *, while_decoding):
 
 @pytest.mark.parametrize(
     "name, while_decoding",
-    [("vllm", False), ("vllm", True), ("minillm", False), ("minillm", True), ("sglang", False)],
+    [
+        ("vllm", False),
+        ("vllm", True),
+        ("minillm", False),
+        ("minillm", True),
+        ("sglang", False),
+        ("mixed", False),
+        ("mixed", True),
+    ],
 )
 def test_a_client_that_leaves_ends_its_requests_at_the_engines(name, while_decoding):
     asyncio.run(asyncio.wait_for(leave(name, while_decoding=while_decoding), TIMEOUT_S))
