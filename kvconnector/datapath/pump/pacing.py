@@ -2,8 +2,9 @@
 
 Each name has its subject and its unit, and each text says what keeps it. The theory is in kernels/native/driver_lock.c
 and in ARCHITECTURE.md (Threads). The C sources have one such constant more, `PARK_MS`, which bounds the cost of a lost
-wake-up. None of them has been switched off by itself since the loop is in C, neither on GPUs nor on CPUs, so none is
-known to be of no use: the figures here are those of the whole that a constant belongs to.
+wake-up. docs/benchmarks/gpus.md has what `bench gil` shows with each of eleven switched off: only without
+`PAUSE_CUDA_NS` do requests take longer beyond doubt. For the others the figures here are those of the whole that a
+constant belongs to.
 """
 
 from __future__ import annotations
