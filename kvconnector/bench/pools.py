@@ -128,18 +128,20 @@ class RankPools:
         for (layer, index), storage in self.storage.items():
             part = group.parts[index]
             heads, dim, own = part.num_heads, part.head_dim, slice(part.head_start, part.head_stop)
-            source = msgspec.structs.replace(
-                part,
-                element=self._written[index].element,
-                item_size_bytes=self._written[index].item_size_bytes,
-            )
+            # a soak's other release may not know element types
+            typed = {
+                name: getattr(self._written[index], name)
+                for name in ("element", "item_size_bytes")
+                if hasattr(part, name)
+            }
+            source = msgspec.structs.replace(part, **typed)
             alike = msgspec.structs.replace(source, name="")
             if alike not in sequences:
                 rows = random_values(source, [seed], num_tokens)[first:]
                 sequences[alike] = _placed(storage, rows[turn == group.dcp_rank, own])
             keys = _placed(storage, random_values(source, [seed, layer, index], 1)[:, own])
             values = sequences[alike] ^ keys
-            if source.element != part.element:
+            if typed.get("element", "") != getattr(part, "element", ""):
                 values = _converted(values, source.element, part.element)
             elements = storage.view(values.dtype)
             if self._layout == "NHD":
