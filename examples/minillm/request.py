@@ -94,7 +94,7 @@ class Request:
 
 
 def prompt_end(request: Request) -> bytes:
-    """Return what engines of other kinds are told of a request's prompt when it is computed: its digest and its first
+    """Return what engines of other kinds learn of a request's prompt when it is computed: its digest and its first
     token, which some of them (SGLang) cannot compute themselves.
     """
     salt = request.cache_salt

@@ -115,7 +115,7 @@ class SchedulerTransfer:
         end: bytes = b"",
     ) -> tuple[bool, Params]:
         """Take a request that has ended. Return True if its blocks must be kept, and params for the response. `end` is
-        what engines of other kinds are told of the prompt.
+        what engines of other kinds learn of the prompt.
         """
         return False, None
 

@@ -247,8 +247,8 @@ class ProducerSession:
     def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
         """Take back a held request for which no consumer has asked: the pool is full of such.
 
-        A consumer asks for a new request with its next heartbeat only, and a consumer of this host may be reading it
-        by then. So the request stays until it would have been named. A direct read that begins later still looks at
+        A consumer asks for a new request with its next heartbeat only, and a consumer of this host may already be
+        reading it. So the request stays until it would have been named. A direct read that begins later still looks at
         the board again, as at any other end of a lease.
         """
         lease = self._by_request.get(event.request_id)

@@ -33,7 +33,7 @@ def kill(server):
 
 
 def ranks(server):
-    """Return the process ids of a server's ranks, whether it has started them or had them forked."""
+    """Return the process ids of a server's ranks, which it has started or had forked."""
     pid = server.child.process.pid
     return [*descendants(pid), *forked_by(pid)]
 

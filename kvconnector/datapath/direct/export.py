@@ -174,7 +174,7 @@ def export_segments(
     """Return handles of some segments, by their numbers. The caller closes those that are descriptors.
 
     Raises:
-        TransportError: there are not so many, or one is not mapped any more.
+        TransportError: there are fewer segments, or one is not mapped any more.
     """
     if which.stop > len(segments):
         raise TransportError("there are fewer segments", segments=len(segments), asked=which.stop)

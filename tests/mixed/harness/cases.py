@@ -28,12 +28,12 @@ class Case:
 
 
 def vllm(block=64, **options):
-    """Return an engine of vLLM with blocks of so many tokens."""
+    """Return an engine of vLLM with blocks of `block` tokens."""
     return "vllm", {"block_size": block, **options}
 
 
 def sglang(page=16, **options):
-    """Return an engine of SGLang with pages of so many tokens."""
+    """Return an engine of SGLang with pages of `page` tokens."""
     return "sglang", {"page-size": page, **options}
 
 
@@ -41,7 +41,7 @@ RADIX = {"disaggregation-decode-enable-radix-cache": True}
 
 
 def minillm(block=16, **options):
-    """Return an engine of minillm with blocks of so many tokens."""
+    """Return an engine of minillm with blocks of `block` tokens."""
     return "minillm", {"block": block, **options}
 
 

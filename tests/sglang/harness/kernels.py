@@ -113,7 +113,7 @@ def _split_prompts(whole):
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
         def attend(queries, bounds, lengths, _):
-            """The queries of each prompt are the last ones of so many tokens."""
+            """The queries of each prompt belong to the last of its `lengths` tokens."""
             out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
             for number, (start, stop) in enumerate(pairwise(bounds.tolist())):
                 length = int(lengths[number])

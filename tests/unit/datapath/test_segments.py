@@ -35,7 +35,7 @@ FABRIC = 8
 # -- planning, on a line of unit pages --
 
 layouts = st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=12)
-"""Pieces of addresses from 100 on: whether one is mapped, and its length."""
+"""Pieces of addresses from 100 on: if one is mapped, and its length."""
 
 
 def mappings_of(layout):
