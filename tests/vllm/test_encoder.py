@@ -104,7 +104,17 @@ def test_a_request_that_is_aborted_during_the_fetch_leaves_nothing(engine):
 
 
 @pytest.mark.parametrize("has_media", [True, False])
-@pytest.mark.parametrize("loss", ["its lease ended", "another output's", "another length"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "its lease ended",
+        "another output's",
+        "another output's by a second name",
+        "another length",
+        "another width",
+        "another width in the name too",
+    ],
+)
 def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
     engine, has_media, loss, caplog
 ):
@@ -113,8 +123,16 @@ def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
     params = offered(producer, feature("a"))
     if loss == "another output's":
         params = {"a": offered(producer, feature("b"))["b"]}
+    elif loss == "another output's by a second name":
+        name, secret, *_ = offered(producer, feature("b"))["b"]["remote_request_id"].split("|")
+        params["a"] |= {"transfer_id": name, "transfer_secret": secret, "remote_block_ids": []}
     elif loss == "another length":
         params["a"]["shape"] = [31, HIDDEN]
+    elif loss.startswith("another width"):
+        params["a"]["shape"] = [32, HIDDEN // 2]
+        if "name" in loss:
+            name = params["a"]["remote_request_id"]
+            params["a"]["remote_request_id"] = name.replace(f"x{HIDDEN}", f"x{HIDDEN // 2}")
     else:
         run([producer], lambda: not producer.half._offers)
     request = consumer.add(feature("a", has_media=has_media), params=params)
@@ -245,6 +263,16 @@ def test_an_engine_of_both_roles_loads_its_own(engine):
     request = both.add(feature("a"))
     run([both], lambda: request in both.params)
     assert both.encodes == ["a"]
+
+
+def test_an_engine_of_both_roles_fetches_what_another_has(engine):
+    producer, both = engine("producer"), engine("both")
+    params = offered(producer, feature("a"))
+    request = both.add(feature("a"), params=params)
+    run([producer, both], lambda: request in both.params)
+    assert both.encodes == both.errors == []
+    assert torch.equal(both.cache["a"], encoded("a", 32, HIDDEN))
+    assert "remote_request_id" in both.params[request]["a"]  # it is offered on
 
 
 def test_settings_are_the_encoder_connectors_own(image_model):

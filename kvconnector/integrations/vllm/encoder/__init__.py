@@ -304,7 +304,9 @@ class EncoderScheduler:
             self._progress()
         if self._role != "consumer":
             for feature in request.mm_features:
-                self._expect(request.request_id, feature)
+                # what another engine has is fetched: while it waits for that, nothing would make it here
+                if self._role == "producer" or _announced(request, feature.identifier) is None:
+                    self._expect(request.request_id, feature)
         if self._role == "producer":
             return True
         is_there = True
@@ -411,9 +413,13 @@ class EncoderScheduler:
         """Begin to fetch an output, unless others leave no room yet. Raises KVConnectorError: it cannot be had."""
         identifier = feature.identifier
         shape = _checked_shape(announced, feature.mm_position.get_num_embeds())
-        if not str(announced.get("remote_request_id")).startswith(_name_of(identifier)):
+        is_its_own = str(announced["remote_request_id"]).startswith(_name_of(identifier, shape))
+        # an offer that names its transfer apart is read under that name
+        if not is_its_own or "transfer_id" in announced:
             raise RemoteProtocolError(
-                "ec_transfer_params have another output's offer for this one", output=identifier
+                "ec_transfer_params have another output's offer for this one, or another shape",
+                output=identifier,
+                shape=shape,
             )
         num_blocks = self._shape.blocks_for(shape)
         if num_blocks > self._shape.num_blocks:
@@ -506,7 +512,7 @@ class EncoderScheduler:
         output = self._outputs.get(identifier)
         if output is None or not output.is_ready:
             return None
-        offer = _name_of(identifier) + str(next(self._numbers))
+        offer = _name_of(identifier, output.shape) + str(next(self._numbers))
         params = self._connector.offer(
             offer, blocks=[output.blocks], num_tokens=self._shape.rows_for(output.shape)
         )
@@ -605,9 +611,13 @@ class EncoderOptions:
         return cls(of_rank(config, index), pool_bytes, wait_s, f"{name} encoder")
 
 
-def _name_of(identifier: str) -> str:
-    """Return how the names of an output's offers begin, so that none is taken for another output's."""
-    return f"{hashlib.sha256(identifier.encode()).hexdigest()[:32]}-"
+def _name_of(identifier: str, shape: tuple[int, int]) -> str:
+    """Return how the names of an output's offers begin, so that none is taken for another output's or another shape's:
+    its producer knows it by this name only. The consumer cannot tell how wide an output must be, and its model would
+    end the engine over another width.
+    """
+    digest = hashlib.sha256(identifier.encode()).hexdigest()[:32]
+    return f"{digest}-{shape[0]}x{shape[1]}-"
 
 
 def _announced(request: Request, identifier: str) -> dict[str, Any] | None:
