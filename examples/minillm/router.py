@@ -20,8 +20,8 @@ from kvconnector.errors import PeerUnreachableError
 from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import add_server_arguments, run_app
 from minillm.processes import die_with_parent, log_to_stderr, run_until_signal
+from routing import OK, Asked, Begun, Failed, Prefilled
 from vllm_1p1d import router
-from vllm_1p1d.router import OK, Begun, Failed, Prefilled
 
 UNREACHABLE = PeerUnreachableError.__name__
 """The cause in a decode engine's answer if no prefill engine listens at the known address."""
@@ -51,7 +51,7 @@ class Router(router.Router):
 
     async def _streamed(
         self,
-        request: web.Request,
+        asked: Asked,
         begun: asyncio.Task[Begun],
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
@@ -59,21 +59,15 @@ class Router(router.Router):
         """Return the decode engine's answer, None if it is lost or finds no prefill engine at the known address.
 
         Raises:
-            Failed: the prefill engine has failed first, or the decode engine fails otherwise.
+            Failed: the decode engine fails otherwise.
         """
         try:
-            await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
-            if not begun.done():
-                await prefilled
-            try:
-                upstream, first = await begun
-            except Failed:
-                return None
-        finally:
-            begun.cancel()
+            upstream, first = await self._first_of(prefilled, begun)
+        except Failed:
+            return None
         async with upstream:
             if upstream.status == OK:
-                answer = await self._pass_on(request, upstream, first)
+                answer = await self._pass_on(asked.request, upstream, first)
                 await self._confirm(prefill, prefilled)
                 return answer
             content = first + await upstream.read()

@@ -13,9 +13,7 @@ All engines serve a model under one name (`--served-model-name`), and only reque
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import secrets
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +23,11 @@ import aiohttp
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that any directory may be the current one
+import routing
 from kvconnector.integrations.sglang.registry import route_of
 from kvconnector.integrations.sglang.settings import prefill_engine_id
 from kvconnector.integrations.sglang.transfers import transfer_names
+from routing import Asked, Failed, Prefilled
 from sglang_1p1d import router as sglang
 from vllm_1p1d import router as vllm
 
@@ -47,76 +47,50 @@ class Server(NamedTuple):
     public_key: str = ""
 
 
-class Router(sglang.Router):
+class Router(vllm.Router):
     """Routes requests round robin over prefill and decode engines."""
 
     def __init__(self, prefill: list[Server], decode: list[Server]) -> None:
-        urls = [each.url for each in prefill]
-        super().__init__(
-            urls, [each.bootstrap_port for each in prefill], [each.url for each in decode]
-        )
+        super().__init__([each.url for each in prefill], [each.url for each in decode])
         self._servers = {each.url: each for each in (*prefill, *decode)}
         self._shapes: dict[str, tuple[int, bool]] = {}
         """By URL of SGLang's prefill servers, the number of data-parallel ranks and whether these follow from rooms."""
         self._directories: dict[tuple[str, int], dict[str, Any]] = {}
 
-    async def _tried(
-        self,
-        request: web.Request,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        prefill: str,
-        decode: str,
-    ) -> web.StreamResponse:
-        """Ask both engines, and stream the decode engine's answer to the client."""
+    async def _tried(self, asked: Asked, prefill: str, decode: str) -> web.StreamResponse:
         kinds = self._servers[prefill].kind, self._servers[decode].kind
         if kinds == (VLLM, VLLM):
-            return await vllm.Router._tried(self, request, body, headers, prefill, decode)
-        room = secrets.randbits(sglang.ROOM_BITS) or 1
+            return await super()._tried(asked, prefill, decode)
+        room = sglang.new_room()
         name, secret = transfer_names(room)
         names = {"transfer_id": name, "transfer_secret": secret}
-        of_room = {**body, **self._where[prefill], "bootstrap_room": room}
+        directory = sglang.directory_of(prefill, self._servers[prefill].bootstrap_port)
+        of_room = {**asked.body, **directory, "bootstrap_room": room}
         known = self._streaming.get(prefill)
         prefilled = asyncio.create_task(
-            self._prefilled(prefill, request.path, body, names, headers)
+            self._prefilled(prefill, asked, names, known)
             if kinds[0] == VLLM
-            else self._computed(prefill + request.path, of_room, headers)
+            else self._computed(prefill, asked, of_room)
         )
-        begun: asyncio.Task[vllm.Begun] | None = None
         try:
+            full = of_room
             if kinds == (VLLM, SGLANG):
                 known = known or await self._first_met(prefill, prefilled)
                 host = f"{known['remote_engine_id']}@{_bracketed(known['remote_host'])}"
                 full = {**of_room, "bootstrap_host": host, "bootstrap_port": known["remote_port"]}
             elif kinds == (SGLANG, VLLM):
                 address = await self._directory_of(prefill, room)
-                full = {
-                    **body,
-                    "kv_transfer_params": {"do_remote_prefill": True, **address, **names},
-                }
-            else:
-                full = of_room
-            begun = asyncio.create_task(self._begun(decode + request.path, full, headers))
-            await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
-            if prefilled.done():
-                await prefilled  # a prefill engine that is gone is not waited for
-                if not begun.done() and known != self._streaming.get(prefill):
-                    raise _moved(prefill)
-            upstream, first = await begun
-            async with upstream:
-                if not vllm.Begun(upstream, first).is_good:
-                    self._directories.clear()  # the engines may have been started anew
-                    raise vllm.Failed.of(upstream, first + await upstream.read())
-                response = await self._pass_on(request, upstream, first)
-            # it ends a moment later; cancelled now, it would count as aborted
-            await asyncio.wait([prefilled])
-            return response
+                params = vllm.remote_prefill(address, names)
+                full = {**asked.body, "kv_transfer_params": params}
+            begun = asyncio.create_task(self._begun(decode, asked, full))
+            return await self._from_both(asked, prefilled, begun)
+        except Failed:
+            self._directories.clear()  # the engines may have been started anew
+            raise
         finally:
             prefilled.cancel()
-            if begun is not None:
-                begun.cancel()
 
-    async def _computed(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+    async def _computed(self, url: str, asked: Asked, body: dict[str, Any]) -> Prefilled:
         """Have SGLang's prefill engine compute a prompt. It answers with the first token when that was read.
 
         Raises:
@@ -124,10 +98,8 @@ class Router(sglang.Router):
         """
         short = {**body, "stream": False}
         short.pop("stream_options", None)
-        async with await self._post(url, short, headers) as answer:
-            content = await answer.read()
-        if answer.status != vllm.OK:
-            raise vllm.Failed.of(answer, content)
+        await self._whole(url, asked, short)
+        return Prefilled()
 
     async def _first_met(self, url: str, prefilled: asyncio.Task[Any]) -> dict[str, Any]:
         """Wait for the first answer of vLLM's prefill engine, which says where its directory service is.
@@ -139,7 +111,7 @@ class Router(sglang.Router):
         known = self._streaming.get(url)
         if known is None:
             text = f"{url} takes no names of transfers: it needs kvconnector, with stream=true"
-            raise vllm.Failed(web.Response(status=502, text=text), vllm.OTHER)
+            raise Failed.because(text)
         return known
 
     async def _directory_of(self, url: str, room: int) -> dict[str, Any]:
@@ -159,7 +131,7 @@ class Router(sglang.Router):
             dp_size, follows_rooms = self._shapes[url]
             if dp_size > 1 and not follows_rooms:
                 text = f"{url} does not share requests by their rooms: --load-balance-method auto"
-                raise vllm.Failed(web.Response(status=502, text=text), vllm.OTHER)
+                raise Failed.because(text)
             rank = room % dp_size
             if (url, rank) not in self._directories:
                 place = await self._asked(registry + route_of(rank, 0))
@@ -171,7 +143,7 @@ class Router(sglang.Router):
                 }
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             text = f"{registry} does not say where its engine is: {type(error).__name__}: {error}"
-            raise vllm.Failed(web.Response(status=502, text=text), vllm.OTHER) from error
+            raise Failed.because(text) from error
         return self._directories[url, rank]
 
     async def _asked(self, url: str) -> Any:
@@ -181,12 +153,6 @@ class Router(sglang.Router):
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _moved(url: str) -> vllm.Failed:
-    """Return the failure of a request whose decode engine waits where the prefill engine no longer is."""
-    answer = web.Response(status=502, text=f"{url} was started anew, or several engines share it")
-    return vllm.Failed(answer, vllm.SAME)
 
 
 def servers(
@@ -213,11 +179,7 @@ def servers(
 
 def main() -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--prefill", action="append", required=True, help="KIND=URL; repeatable")
-    parser.add_argument("--decode", action="append", required=True, help="KIND=URL; repeatable")
+    parser = routing.parser_of(__doc__, "KIND=URL")
     parser.add_argument(
         "--bootstrap-port", action="append", type=int, help="of each SGLang prefill; default 8998"
     )
@@ -231,7 +193,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     app = Router(prefill, decode).app()
-    vllm.serve(app, arguments.host, arguments.port)
+    routing.serve(app, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

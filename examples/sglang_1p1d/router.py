@@ -4,7 +4,7 @@
 
 Both engines derive the transfer's name and secret from the room, so every request needs a new one from a generator that
 cannot be predicted. The prefill engine answers with the first token only, which the decode engine has too. So the
-router streams the decode engine's answer to the client. The HTTP code is that of the router for vLLM.
+router streams the decode engine's answer to the client.
 
 A failure before the client has got anything is tried again with a new room, where the failure's text says. SGLang sends
 failures of streams as their first event. Engines after the first of each kind are for that, and for more requests.
@@ -12,7 +12,6 @@ failures of streams as their first event. Engines after the first of each kind a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
 import sys
@@ -25,12 +24,13 @@ import aiohttp
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that any directory may be the current one
-from vllm_1p1d import router as vllm
+import routing
+from routing import Asked, Prefilled
 
 ROOM_BITS = 63
 
 
-class Router(vllm.Router):
+class Router(routing.Router):
     """Routes requests round robin over prefill and decode engines.
 
     Args:
@@ -42,8 +42,7 @@ class Router(vllm.Router):
     def __init__(self, prefill: list[str], bootstrap_ports: list[int], decode: list[str]) -> None:
         super().__init__(prefill, decode)
         self._where = {
-            url: {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": port}
-            for url, port in zip(prefill, bootstrap_ports, strict=True)
+            url: directory_of(url, port) for url, port in zip(prefill, bootstrap_ports, strict=True)
         }
 
     def app(self) -> web.Application:
@@ -52,63 +51,49 @@ class Router(vllm.Router):
         app.router.add_post("/generate", self.complete)
         return app
 
-    async def _tried(
-        self,
-        request: web.Request,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        prefill: str,
-        decode: str,
-    ) -> web.StreamResponse:
-        """Ask both engines, and stream the decode engine's answer to the client."""
-        room = {"bootstrap_room": secrets.randbits(ROOM_BITS)}
-        body = {**body, **self._where[prefill], **room}
-        prefilled = asyncio.create_task(self._read(prefill + request.path, body, headers))
-        begun = asyncio.create_task(self._begun(decode + request.path, body, headers))
-        try:
-            await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
-            if prefilled.done():
-                await prefilled  # a prefill engine that is gone is not waited for
-            upstream, first = await begun
-            async with upstream:
-                if not vllm.Begun(upstream, first).is_good:
-                    raise vllm.Failed.of(upstream, first + await upstream.read())
-                response = await self._pass_on(request, upstream, first)
-            # it ends a moment later; cancelled now, it would count as aborted
-            await asyncio.wait([prefilled])
-            return response
-        finally:
-            begun.cancel()
-            prefilled.cancel()
+    async def _tried(self, asked: Asked, prefill: str, decode: str) -> web.StreamResponse:
+        body = {**asked.body, **self._where[prefill], "bootstrap_room": new_room()}
+        return await self._from_both(
+            asked,
+            asyncio.create_task(self._read(prefill, asked, body)),
+            asyncio.create_task(self._begun(decode, asked, body)),
+        )
 
-    async def _read(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+    async def _read(self, url: str, asked: Asked, body: dict[str, Any]) -> Prefilled:
         """Send the request and discard the answer: the decode engine's has all of it, errors included.
 
         Raises:
             Failed: nothing answers at all.
         """
-        answer = await self._post(url, body, headers)
+        answer = await self._post(url, asked, body)
         with suppress(aiohttp.ClientError, TimeoutError):
             async with answer:
                 await answer.read()
+        return Prefilled()
+
+
+def new_room() -> int:
+    """Return the number of a transfer that nobody can guess. It is not 0, which SGLang takes for none."""
+    return secrets.randbits(ROOM_BITS) or 1
+
+
+def directory_of(url: str, bootstrap_port: int) -> dict[str, Any]:
+    """Return where a prefill engine's directory service is, as a request names it."""
+    return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": bootstrap_port}
 
 
 def main() -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--prefill", action="append", required=True, help="base URL; repeatable")
+    parser = routing.parser_of(__doc__)
     parser.add_argument(
         "--bootstrap-port", action="append", type=int, help="of each prefill engine; default 8998"
     )
-    parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
     arguments = parser.parse_args()
     ports = arguments.bootstrap_port or [8998] * len(arguments.prefill)
     if len(ports) != len(arguments.prefill):
         parser.error("each --prefill needs its --bootstrap-port")
     app = Router(arguments.prefill, ports, arguments.decode).app()
-    vllm.serve(app, arguments.host, arguments.port)
+    routing.serve(app, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from kvconnector.integrations.sglang.transfers import error_from
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
 from minillm.http_api import ApiError
-from vllm_1p1d.router import retry_of as retry_in_answer
+from routing import retry_of as retry_in_answer
 
 NEEDS_ENGINE = "kvconnector.integrations"
 

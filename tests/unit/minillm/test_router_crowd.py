@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-import vllm_1p1d.router
+import routing
 from minillm.http_serving import BACKLOG
 from minillm.router import Router
 from tests.unit.minillm.http_fakes import app_of, streamed_offer
@@ -120,7 +120,7 @@ def test_a_burst_of_requests_reaches_both_engines_at_once():
     ],
 )
 def test_a_failure_is_worded_by_its_cause(error, status, words, retry):
-    failed = vllm_1p1d.router._unanswered("http://d", error)
+    failed = routing._unanswered("http://d", error)
     assert failed.answer.status == status
     assert words in failed.answer.text
     assert failed.retry == retry

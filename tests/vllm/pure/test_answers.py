@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.integrations.vllm.answers import RetryMiddleware, failure_params
-from vllm_1p1d.router import retry_of
+from routing import retry_of
 
 LOST = "PeerLostError: P is lost; use another one (retry: other)"
 EXPIRED = "LeaseExpiredError: the lease has ended"

@@ -9,7 +9,8 @@ from aiohttp.test_utils import TestServer
 
 import minillm.router
 import sglang_1p1d.router
-from vllm_1p1d.router import MAX_TRIES, Router, retry_of
+from routing import MAX_TRIES, retry_of
+from vllm_1p1d.router import Router
 
 SENT = {"prompt": "p"}
 EVENTS = "text/event-stream"
