@@ -16,13 +16,15 @@ other's drivers. Each answer is as new as its question: the producer exports the
 greeting; the socket's name is a digest of the nonce, which does not reveal it.
 
 *Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
-driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides.
+driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides, however slowly it comes.
+*Failures.* Whatever a question brings about, the thread goes on with the next one.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -37,6 +39,8 @@ from typing import TypeAlias
 
 from kvconnector.errors import ConfigError, KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import FABRIC_HANDLE_BYTES, NONCE_BYTES
+
+logger = logging.getLogger(__name__)
 
 LIMIT_S = 1.0
 _CREDENTIALS = struct.Struct("3i")
@@ -135,25 +139,28 @@ class DescriptorServer:
                 time.sleep(LIMIT_S)  # no descriptor is free
                 continue
             with client, suppress(OSError):
-                client.settimeout(LIMIT_S)
-                key = _received(client, NONCE_BYTES)
-                if key == self._nonce and _is_same_user(client):
-                    with open("/proc/self/statm", "rb") as statm:
-                        socket.send_fds(client, [b"!"], [self._fd, statm.fileno()])
-                elif key == _segments_key(self._nonce) and _is_same_user(client):
-                    self._answer(client, _received(client, _QUESTION.size))
+                self._serve_one(client)
+
+    def _serve_one(self, client: socket.socket) -> None:
+        key = _received(client, NONCE_BYTES)
+        if key == self._nonce and _is_same_user(client):
+            with open("/proc/self/statm", "rb") as statm:
+                socket.send_fds(client, [b"!"], [self._fd, statm.fileno()])
+        elif key == _segments_key(self._nonce) and _is_same_user(client):
+            self._answer(client, _received(client, _QUESTION.size))
 
     def _answer(self, client: socket.socket, question: bytes) -> None:
         if len(question) < _QUESTION.size:
             return
         epoch, first, count = _QUESTION.unpack(question)
         handles: list[int | bytes] = []
+        segments = self.segments  # looked up once: the driver's thread may withdraw them meanwhile
         try:
-            if self.segments is None or self.segments[0] != epoch:
+            if segments is None or segments[0] != epoch:
                 raise TransportError("this memory is withdrawn")
             if count > MAX_ASKED:
                 raise TransportError("too many segments are asked for")
-            handles = self.segments[1](range(first, first + count))
+            handles = segments[1](range(first, first + count))
             answers = [
                 _ANSWER.pack(*((_IS_FABRIC, h) if isinstance(h, bytes) else (_IS_DESCRIPTOR, b"")))
                 for h in handles
@@ -163,6 +170,11 @@ class DescriptorServer:
         except KVConnectorError as error:
             reason = error.message.encode("ascii", "replace")[:FABRIC_HANDLE_BYTES]
             client.sendall(_ANSWER.pack(_IS_REFUSAL, reason))
+        except OSError:
+            raise  # the consumer is gone, or no descriptor is free
+        except Exception:
+            logger.exception("a consumer's question for GPU memory failed, and is refused")
+            client.sendall(_ANSWER.pack(_IS_REFUSAL, b"an unexpected error, see its log"))
         finally:
             close_handles(handles)
 
@@ -201,10 +213,12 @@ def fetch_segments(place: str, nonce: bytes, epoch: int, which: range) -> list[i
         PeerLostError: The producer has ended.
     """
     answers, fds = b"", list[int]()
+    most_bytes, until_s = len(which) * _ANSWER.size, time.monotonic() + LIMIT_S
     try:
         with _connected(place, nonce) as server:
             server.sendall(_segments_key(nonce) + _QUESTION.pack(epoch, which.start, len(which)))
-            while True:
+            while len(answers) <= most_bytes and len(fds) <= len(which):
+                _set_timeout(server, until_s)
                 data, more, _, _ = socket.recv_fds(
                     server, len(which) * _ANSWER.size, len(which), socket.MSG_CMSG_CLOEXEC
                 )
@@ -313,7 +327,21 @@ def _is_same_user(other: socket.socket) -> bool:
 
 
 def _received(client: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes and (more := client.recv(nbytes - len(data))):
+    """Return a message, or less of it if that is all. Raises TimeoutError: it has not come within `LIMIT_S`."""
+    data, until_s = b"", time.monotonic() + LIMIT_S
+    while len(data) < nbytes:
+        _set_timeout(client, until_s)
+        more = client.recv(nbytes - len(data))
+        if not more:
+            break
         data += more
+    client.settimeout(LIMIT_S)
     return data
+
+
+def _set_timeout(connection: socket.socket, until_s: float) -> None:
+    """Let the next call on a socket wait until `until_s`. Raises TimeoutError: that is over."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0.0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -26,6 +27,10 @@ _OR_ELSEWHERE = (
     ", or in another container: both sides need paths.shared_folder, or one pid namespace (hostPID)"
 )
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
+
+MAP_LIMIT_S = 5.0
+"""The most seconds that the segments of one producer may take to be mapped: the driver does nothing else meanwhile, and
+its other peers give it up after `peer.timeout_s` without a message. 500 segments took 0.12 s."""
 
 MappedRange: TypeAlias = tuple[int, int, int]
 """Memory of the producer: its address there, its bytes, and the address here minus the one there."""
@@ -139,9 +144,11 @@ def map_segments(
         The address here of each area: of all segments that follow each other. And by which handles, for the log.
 
     Raises:
-        TransportError: The GPUs cannot reach each other's memory, the driver or the producer refuses.
+        TransportError: The GPUs cannot reach each other's memory, the driver or the producer refuses, or it takes
+            longer than `MAP_LIMIT_S`.
         PeerLostError: The producer has ended.
     """
+    until_s = time.monotonic() + MAP_LIMIT_S
     place = shared_folder or f"/proc/{export.pid}/fd/{export.socket_fd}"
     driver, found, how = CudaDriver(), [], set[str]()
     device_index = int(device.partition(":")[2] or 0)
@@ -150,6 +157,13 @@ def map_segments(
         mapped = MappedArea(driver, device_index, area)
         opened.callback(mapped.close)
         for first in range(0, len(area.places), MAX_ASKED):
+            if time.monotonic() > until_s:
+                raise TransportError(
+                    "the producer's GPU memory takes too long to map: it is in too many segments, or its process"
+                    " does not answer in time",
+                    segments=sum(run.count for run in export.segments),
+                    limit_s=MAP_LIMIT_S,
+                )
             how |= mapped.map_some(range(first, first + MAX_ASKED), place, export)
         driver.let_read(mapped.address, area.nbytes, device_index)
         found.append((area.address, area.nbytes, mapped.address - area.address))

@@ -5,12 +5,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from contextlib import closing, contextmanager
 
 import pytest
 
 from kvconnector.datapath.direct import descriptor_socket
-from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, fetch_descriptors
+from kvconnector.datapath.direct.descriptor_socket import (
+    LIMIT_S,
+    DescriptorServer,
+    fetch_descriptors,
+    fetch_segments,
+)
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
 NONCE = bytes(range(16))
@@ -22,7 +29,7 @@ def server_of(folder, text=b"pools"):
     os.write(fd, text)
     server = DescriptorServer(str(folder), fd, NONCE)
     try:
-        yield
+        yield server
     finally:
         server.close()
         os.close(fd)
@@ -116,3 +123,97 @@ def test_an_unusable_folder_is_a_config_error(tmp_path):
             DescriptorServer(str(tmp_path / name), 0, NONCE)
         with pytest.raises(TransportError):
             fetched(tmp_path / name)
+
+
+def test_a_question_that_fails_unexpectedly_does_not_end_the_server(tmp_path, caplog):
+    asked = []
+
+    def export(which):
+        asked.append(which)
+        if len(asked) == 1:
+            raise ZeroDivisionError
+        return [bytes(64) for _ in which]
+
+    with server_of(tmp_path) as server:
+        server.segments = 7, export
+        with pytest.raises(TransportError, match="an unexpected error"):
+            fetch_segments(str(tmp_path), NONCE, 7, range(2))
+        assert fetch_segments(str(tmp_path), NONCE, 7, range(2)) == [bytes(64)] * 2
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_memory_that_is_withdrawn_while_it_is_asked_for_does_not_end_the_server(tmp_path):
+    class Withdrawn(DescriptorServer):
+        """A server whose memory is withdrawn as soon as the first question has looked at it."""
+
+        looks = 0
+
+        @property
+        def segments(self):
+            self.looks += 1
+            return (7, lambda which: [bytes(64) for _ in which]) if self.looks == 1 else None
+
+        @segments.setter
+        def segments(self, found):
+            pass
+
+    fd = os.memfd_create("test")
+    with closing(Withdrawn(str(tmp_path), fd, NONCE)):
+        assert fetch_segments(str(tmp_path), NONCE, 7, range(2)) == [bytes(64)] * 2
+        with pytest.raises(TransportError, match="withdrawn"):
+            fetch_segments(str(tmp_path), NONCE, 7, range(2))
+    os.close(fd)
+
+
+def trickle(connection, content=b"!" * 100):
+    """Send byte after byte, each well within the time for a message, until the other end has had enough."""
+    try:
+        for at in range(len(content)):
+            connection.sendall(content[at : at + 1])
+            time.sleep(LIMIT_S / 4)
+    except OSError:
+        return
+
+
+def test_a_client_that_sends_byte_after_byte_holds_up_nobody_for_longer_than_a_message_may_take(
+    tmp_path,
+):
+    with server_of(tmp_path), socket.socket(socket.AF_UNIX) as slow:
+        (path,) = tmp_path.iterdir()
+        slow.connect(str(path))
+        thread = threading.Thread(target=trickle, args=(slow, bytes(16)))
+        thread.start()
+        time.sleep(LIMIT_S / 2)
+        assert fetched(tmp_path) == b"pools"
+        thread.join()
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_producer_that_does_not_stop_answering_is_given_up(tmp_path, is_fast):
+    """Without a limit it would hold up the driver, and fill its memory."""
+
+    def answer():
+        client, _ = listener.accept()
+        with client:
+            trickle(client, b"d" * 100)
+
+    def flood():
+        client, _ = listener.accept()
+        sent = 0
+        with client:
+            try:
+                while sent < 1 << 30:
+                    sent += client.send(b"d" * 65536)
+            except OSError:
+                return
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / descriptor_socket._name(NONCE)))
+        listener.listen(1)
+        thread = threading.Thread(target=flood if is_fast else answer)
+        thread.start()
+        began_s = time.monotonic()
+        with pytest.raises(TransportError, match=r"other handles|cannot be had"):
+            fetch_segments(str(tmp_path), NONCE, 7, range(2))
+        assert time.monotonic() - began_s < 3 * LIMIT_S
+        thread.join()

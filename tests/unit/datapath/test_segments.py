@@ -3,6 +3,7 @@
 import os
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvconnector.datapath.direct import cuda_driver, descriptor_socket
+from kvconnector.datapath.direct import cuda_driver, descriptor_socket, peer_memory
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.descriptor_socket import fetch_segments
@@ -27,6 +28,7 @@ from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.wire.export import MAX_EXPORTED_SEGMENTS, PoolExport, SegmentRun
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fakes import FakeClock
 from tests.support.waiting import until
 
 MiB = 1 << 20
@@ -301,6 +303,30 @@ def test_a_segment_of_another_size_is_refused_and_undone(cuda, board):
     ):
         map_segments(wrong, "cuda:0", "", opened)
     assert len(cuda.mapped) == 2
+    assert len(cuda.reserved) == 1
+    assert cuda.is_clean()
+
+
+def test_memory_that_takes_too_long_to_map_is_left_and_undone(cuda, board, monkeypatch):
+    there = cuda.lay_out([2 * MiB] * 200)
+    export = export_of(board, cuda, [(there, there + 400 * MiB)])
+    clock = FakeClock()
+    monkeypatch.setattr(peer_memory, "time", SimpleNamespace(monotonic=clock))
+    import_one = cuda.cuMemImportFromShareableHandle
+
+    def slowly(*arguments):
+        clock.advance(peer_memory.MAP_LIMIT_S / 100)
+        return import_one(*arguments)
+
+    cuda.cuMemImportFromShareableHandle = slowly
+    with (
+        no_descriptor_left(),
+        pytest.raises(TransportError, match="too long"),
+        ExitStack() as opened,
+    ):
+        map_segments(export, "cuda:0", "", opened)
+    assert cuda.calls["export"] == 2 * descriptor_socket.MAX_ASKED
+    assert len(cuda.mapped) == 200
     assert len(cuda.reserved) == 1
     assert cuda.is_clean()
 
