@@ -329,7 +329,8 @@ class RemoteEngines:
             return
         if isinstance(event, ev.PoolsUnmapped):
             engine.accept(event, now)
-            if worker.export is not None:
+            # mapped already if the pools had changed once more before this event came
+            if worker.export is not None and not worker.link.maps_pools:
                 self._links.map_pools(worker, worker.export)
             engine.heartbeat_at = now  # the worker waits to hear that its memory is free
             return
@@ -421,7 +422,8 @@ class RemoteEngines:
                 transfers=transfers,
                 number=number,
                 followed=followed,
-                maps_pools=worker.link.maps_pools,
+                # whoever has no answer yet may map them while this is under way
+                maps_pools=worker.link.maps_pools or not worker.answered,
             )
             self._links.send(worker.link, beat)
 

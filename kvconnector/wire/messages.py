@@ -103,7 +103,7 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A part of the greetings of wire version 3, whose messages could travel over UCX. It is read and not used."""
+    """Where messages to the sender may travel over UCX, and the key that seals them: see `control.sealed`."""
 
     inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -114,8 +114,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. `timeout_ms` is how long the
     sender waits for a silent peer, 0 if not stated; both sides use the shorter one. `segments` are those of all its
-    reads from this producer worker. It takes messages of `max_message_bytes`, 0 if not stated. `control` was for wire
-    version 3, and is not used.
+    reads from this producer worker. It takes messages of `max_message_bytes`, 0 if not stated. `control` is its
+    inbox, if messages to it may travel over UCX.
     """
 
     geometry: PackedGeometry
@@ -256,7 +256,8 @@ class Progress(Message, frozen=True, kw_only=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     """The consumer lives, and still wants the transfers that it names: their leases are renewed. It names each of them
     once per interval, in as many heartbeats as that takes. `number` counts a link's heartbeats from 1; 0 means not
-    numbered. `maps_pools`: the consumer has opened the producer's export, which it closes before it disconnects.
+    numbered. `maps_pools`: the consumer has opened the producer's export, which it closes before it disconnects, or it
+    may be about to, as its greeting is not answered yet.
     """
 
     transfers: Annotated[tuple[TransferKey, ...], Meta(max_length=MAX_NAMED)]

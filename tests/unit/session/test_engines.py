@@ -11,7 +11,7 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import events as ev
-from kvconnector.session.engines import FIRST_GREETING_FACTOR
+from kvconnector.session.engines import FIRST_GREETING_FACTOR, QUICK_GREETING_S
 from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import DropRequest
 from kvconnector.wire import messages as m
@@ -84,6 +84,29 @@ def test_a_repeated_hello_reply_is_ignored(side):
     answers = [side.receive(worker.link, reply) for _ in range(2)]
     assert [each.call for each in answers[0]] == ["connect_back"]
     assert not answers[1]
+
+
+def test_pools_that_change_twice_at_once_are_mapped_once(side):
+    """Both replies come before the first one's pools are unmapped. A mapping more would never be closed."""
+    (link,) = harness.connect(side, export=harness.EXPORT)
+    exports = [replace(harness.EXPORT, epoch=epoch) for epoch in (1, 2)]
+    replies = [m.HelloReply(incarnation="one", export=each) for each in exports]
+    calls = side.handle(*[FromPeer(link, each) for each in replies])
+    assert len(harness.of(calls, "unmap_pools")) == 2
+    (mapped,) = harness.of(side.handle(ev.PoolsUnmapped(link)), "map_pools")
+    assert mapped.export == exports[1]
+    link.maps_pools = True
+    assert not harness.of(side.handle(ev.PoolsUnmapped(link)), "map_pools")
+
+
+def test_who_has_no_answer_yet_may_map_the_pools_at_any_time(side):
+    """A heartbeat that denies it would arrive after the greeting, and the producer would not wait for it."""
+    (opened,) = harness.resolve(side)
+    (heartbeat,) = harness.messages(side.tick(QUICK_GREETING_S), m.Heartbeat)
+    assert heartbeat.maps_pools
+    calls = side.handle(*harness.accepted(opened.link)) + side.tick()
+    (heartbeat,) = harness.messages(calls, m.Heartbeat)
+    assert not heartbeat.maps_pools
 
 
 def test_a_new_request_replaces_the_link_to_a_silent_directory(side):
