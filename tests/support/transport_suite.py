@@ -282,6 +282,17 @@ class TransportSuite:
                 ControlMessage(limited, pattern(1000, 1)),
             }
 
+    @pytest.mark.parametrize("nbytes", [8 << 10, 32 << 10, 64 << 10])
+    def test_a_burst_of_control_messages_arrives_whole(self, nbytes):
+        """Before the receiver looks, and more of them than several of the longest that it takes."""
+        with self.workers() as (a, _b, inbox):
+            inbox.limits = {TAG: 64 << 10}
+            payloads = [pattern(nbytes, seed) for seed in range(50)]
+            for payload in payloads:
+                a.transport.send_control(a.endpoint, TAG, payload)
+            arrived = inbox.take(len(payloads))
+            assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
+
     def test_unexpected_messages_are_dropped(self):
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):

@@ -11,7 +11,14 @@ from msgspec.structs import replace
 from kvconnector.bench.limits import bandwidth
 from kvconnector.bench.options import BenchOptions
 from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
-from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
+from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
+from kvconnector.transport.ucx import (
+    UcxTransport,
+    control,
+    load_library,
+    open_ucx_transport,
+    transport,
+)
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
@@ -23,6 +30,7 @@ from tests.support.transport_suite import (
     Worker,
     exchange,
 )
+from tests.support.waiting import until
 from tests.transport.remote import RemoteTransport, first_error
 
 TCP = {"TLS": "tcp"}
@@ -120,6 +128,34 @@ def test_a_large_message_of_a_killed_process_fails_its_receive(options):
     assert isinstance(first_error(a, ticket), PeerLostError)
     a.close()
     doomed.release()
+
+
+def test_a_sender_that_knows_no_bound_takes_no_more_memory_than_one_that_does(monkeypatch):
+    """Whatever it sends. Its messages are kept by reference until they have left, as any peer could."""
+    monkeypatch.setattr(transport, "MAX_UNSENT_CONTROL_BYTES", 1 << 40)
+    monkeypatch.setattr(control, "MAX_UNSENT_CONTROL_BYTES", 1 << 20)
+    tag, nbytes, number = CONTROL_TAG_BIT | 7, 256 << 10, 40
+    a, b = open_ucx_transport(), open_ucx_transport()
+    endpoint = a.connect(b.address)
+    for _ in range(number):
+        a.send_control(endpoint, tag, bytes(nbytes))
+    found = []
+
+    def step():
+        found.extend(b.receive_control({tag: nbytes}))
+        assert sum(each.nbytes for each in b.arriving_control.get(tag, ())) <= 1 << 20
+        a.progress()
+        b.progress()
+
+    until(lambda: len(found) == number, step)
+    taken = sum(isinstance(each, ControlMessage) for each in found)
+    assert 4 <= taken < number
+    # what has left room is taken again
+    a.send_control(endpoint, tag, bytes(nbytes))
+    until(lambda: len(found) == number + 1, step)
+    assert isinstance(found[-1], ControlMessage)
+    a.close()
+    b.close()
 
 
 def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
+    MAX_UNSENT_CONTROL_BYTES,
     Buffer,
     ControlEvent,
     ControlMessage,
@@ -19,11 +20,6 @@ from kvconnector.transport.base import (
 from kvconnector.transport.ucx.abi import IN_PROGRESS, OK
 from kvconnector.transport.ucx.libucp import Libucp, Unexpected
 from kvconnector.transport.ucx.requests import RequestTable
-
-MAX_ARRIVING_LIMITS = 4
-"""The longest messages of one tag that may be arriving at a time. Most messages are complete when they are found; a
-long one comes in pieces, as fast as its sender sends them.
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +37,20 @@ class _Arriving:
 
 
 class ControlReceives:
-    """The control messages of one worker. `arriving` has the incomplete messages of each tag, in their order."""
+    """The control messages of one worker. `arriving` has the incomplete messages of each tag, and those behind them, in
+    their order.
+
+    Most messages are complete when they are found; a long one comes in pieces, as fast as its sender sends them. Those
+    of one tag may have as many bytes in all as a sender may have under way: it does not know how many were found, and
+    would lose its link with the first that is dropped.
+    """
 
     def __init__(self, libucp: Libucp, requests: RequestTable) -> None:
         self._libucp = libucp
         self._requests = requests
         self.arriving: dict[int, deque[_Arriving]] = {}
+        self._held_bytes: Counter[int] = Counter()
+        """Bytes of the messages in `arriving`, by tag."""
         self.has_begun = False
         """True if the last `take` posted operations for which UCX must be driven."""
 
@@ -70,10 +74,8 @@ class ControlReceives:
         handle, tag, nbytes = message
         limit_bytes = limits.get(tag, -1)
         queue = self.arriving.get(tag)
-        held_bytes = sum(arriving.nbytes for arriving in queue) if queue else 0
-        if nbytes > limit_bytes or (
-            held_bytes and held_bytes + nbytes > MAX_ARRIVING_LIMITS * limit_bytes
-        ):
+        room_bytes = max(limit_bytes, MAX_UNSENT_CONTROL_BYTES) - self._held_bytes[tag]
+        if nbytes > min(limit_bytes, room_bytes):
             self.refuse(message)
             return ControlRefused(tag, nbytes)
         # one byte more: empty memory has no address, and a null address refuses a message
@@ -90,6 +92,7 @@ class ControlReceives:
             self._requests.adopt(posted.request, tag, buffer, None, arriving.end)
             self.has_begun = True
         self.arriving.setdefault(tag, deque()).append(arriving)
+        self._held_bytes[tag] += nbytes
         return None
 
     def _arrived(self) -> list[ControlEvent]:
@@ -99,9 +102,10 @@ class ControlReceives:
         for tag, queue in list(self.arriving.items()):
             while queue and queue[0].is_over:
                 over = queue.popleft()
+                self._held_bytes[tag] -= over.nbytes
                 events.append(_event_of(tag, over.nbytes, over.memory))
             if not queue:
-                del self.arriving[tag]
+                del self.arriving[tag], self._held_bytes[tag]
         return events
 
     def refuse(self, message: Unexpected) -> None:
