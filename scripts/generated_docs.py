@@ -24,7 +24,7 @@ import kvconnector as kvc
 from kvconnector.config import KIB, MIB, SECTIONS, ConnectorConfig
 from kvconnector.control.sealed import ForgedMessageError  # noqa: F401  makes it known
 from kvconnector.errors import InternalError, KVConnectorError, RemoteError, TransportError
-from kvconnector.transport.base import MessageSizeError, RegistrationError  # noqa: F401  makes them known
+from kvconnector.transport.tagged_messages import MessageSizeError, RegistrationError  # noqa: F401  makes them known
 from kvconnector.wire import messages
 
 ROOT = Path(__file__).resolve().parent.parent

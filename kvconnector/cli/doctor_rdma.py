@@ -13,7 +13,7 @@ from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig
 from kvconnector.runtime.channels import ucx_options
-from kvconnector.transport.base import LOCK_REMEDY
+from kvconnector.transport.tagged_messages import LOCK_REMEDY
 from kvconnector.transport.ucx import UcxLibrary
 from kvconnector.transport.ucx.ports import (
     active_rdma_ports,

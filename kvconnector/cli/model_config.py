@@ -22,7 +22,7 @@ import msgspec
 from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import LayerGroup, ModelShape, compressed_mla, parts_of_token
 from kvconnector.cache.specs import DType
-from kvconnector.cache.specs.base import ITEM_SIZES_BYTES
+from kvconnector.cache.specs.spec import ITEM_SIZES_BYTES
 from kvconnector.errors import ConfigError
 from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.planning import Keeps

@@ -38,13 +38,13 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
-from kvconnector.transport.base import (
+from kvconnector.transport.tagged_messages import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     ControlFailed,
     ControlMessage,
 )
-from kvconnector.transport.base import ControlEvent as TransportEvent
+from kvconnector.transport.tagged_messages import ControlEvent as TransportEvent
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m

@@ -1,6 +1,6 @@
-"""Moving bytes between workers over UCX: what it promises (`base`), and how (`ucx`)."""
+"""Moving bytes between workers over UCX: what it promises (`tagged_messages`), and how (`ucx`)."""
 
-from kvconnector.transport.base import Buffer as Buffer
-from kvconnector.transport.base import Completion as Completion
-from kvconnector.transport.base import MessageSizeError as MessageSizeError
-from kvconnector.transport.base import RegistrationError as RegistrationError
+from kvconnector.transport.tagged_messages import Buffer as Buffer
+from kvconnector.transport.tagged_messages import Completion as Completion
+from kvconnector.transport.tagged_messages import MessageSizeError as MessageSizeError
+from kvconnector.transport.tagged_messages import RegistrationError as RegistrationError

@@ -20,7 +20,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvconnector.transport.base import (
+from kvconnector.transport.tagged_messages import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL_BYTES,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError, PeerLostError
-from kvconnector.transport.base import (
+from kvconnector.transport.tagged_messages import (
     CONTROL_TAG_BIT,
     MAX_UNSENT_CONTROL_BYTES,
     Buffer,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvconnector.bench.limits import bandwidth
 from kvconnector.bench.options import BenchOptions
 from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
-from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
+from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT, ControlMessage
 from kvconnector.transport.ucx import (
     UcxTransport,
     control,

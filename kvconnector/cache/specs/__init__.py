@@ -1,9 +1,5 @@
 """Cache specs: the data that each layer caches, its size, and the layers that share block ids and memory."""
 
-from kvconnector.cache.specs.base import CacheLimits as CacheLimits
-from kvconnector.cache.specs.base import DType as DType
-from kvconnector.cache.specs.base import KVCacheSpec as KVCacheSpec
-from kvconnector.cache.specs.base import merge_specs as merge_specs
 from kvconnector.cache.specs.groups import KVCacheConfig as KVCacheConfig
 from kvconnector.cache.specs.groups import KVCacheGroupSpec as KVCacheGroupSpec
 from kvconnector.cache.specs.groups import KVCacheTensor as KVCacheTensor
@@ -17,3 +13,7 @@ from kvconnector.cache.specs.layers import FullAttentionSpec as FullAttentionSpe
 from kvconnector.cache.specs.layers import MambaSpec as MambaSpec
 from kvconnector.cache.specs.layers import RingSpec as RingSpec
 from kvconnector.cache.specs.layers import SlidingWindowSpec as SlidingWindowSpec
+from kvconnector.cache.specs.spec import CacheLimits as CacheLimits
+from kvconnector.cache.specs.spec import DType as DType
+from kvconnector.cache.specs.spec import KVCacheSpec as KVCacheSpec
+from kvconnector.cache.specs.spec import merge_specs as merge_specs

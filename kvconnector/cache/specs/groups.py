@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice, product, zip_longest
 from types import MappingProxyType
 
-from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, ceil_div
+from kvconnector.cache.specs.spec import CacheLimits, KVCacheSpec, ceil_div
 from kvconnector.errors import CacheSpecError, require_at_least
 
 

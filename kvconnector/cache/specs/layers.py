@@ -9,7 +9,7 @@ from itertools import chain
 from math import gcd, prod
 from typing import ClassVar
 
-from kvconnector.cache.specs.base import CacheLimits, DType, KVCacheSpec, SpecT, ceil_div
+from kvconnector.cache.specs.spec import CacheLimits, DType, KVCacheSpec, SpecT, ceil_div
 from kvconnector.errors import CacheSpecError, require_at_least
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvconnector.datapath.base import EventQueue
+from kvconnector.datapath.event_queue import EventQueue
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.datapath.pump.state import LOOK, LoopState

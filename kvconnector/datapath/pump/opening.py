@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import as_connector_error
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import export_pools
+from kvconnector.datapath.event_queue import as_connector_error
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Copies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies

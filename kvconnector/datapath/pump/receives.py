@@ -9,7 +9,7 @@ from functools import partial
 from secrets import randbits
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.event_queue import as_connector_error
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.loop import Loop
 from kvconnector.datapath.pump.pacing import NS_PER_S

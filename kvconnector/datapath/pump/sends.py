@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.event_queue import as_connector_error
 from kvconnector.datapath.pump.loop import Loop
 from kvconnector.datapath.pump.pacing import NS_PER_S
 from kvconnector.datapath.pump.programs import Program, Programs

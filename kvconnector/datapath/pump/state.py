@@ -18,7 +18,7 @@ from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
 from kvconnector.transport import MessageSizeError
-from kvconnector.transport.base import CONTROL_TAG_BIT
+from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport, abi
 from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump import records as r

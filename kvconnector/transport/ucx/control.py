@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.transport.base import (
+from kvconnector.transport.tagged_messages import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL_BYTES,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvconnector.errors import ConfigError, IncompatiblePeerError
-from kvconnector.transport.base import LOCK_REMEDY
+from kvconnector.transport.tagged_messages import LOCK_REMEDY
 from kvconnector.transport.ucx.library import UcxLibrary, knows_no_driver, rdma_modules
 from kvconnector.transport.ucx.libucp import Context, Resource
 from kvconnector.transport.ucx.ports import active_rdma_ports, lockable_bytes

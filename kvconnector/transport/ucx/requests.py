@@ -13,7 +13,7 @@ from kvconnector.errors import (
     PeerLostError,
     TransportError,
 )
-from kvconnector.transport.base import (
+from kvconnector.transport.tagged_messages import (
     Buffer,
     Completion,
     ControlFailed,

@@ -9,7 +9,7 @@ from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
 from kvconnector.session.link import Link
-from kvconnector.transport.base import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL
+from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
 from kvconnector.wire import messages as m
 from kvconnector.wire.versions import SPOKEN
