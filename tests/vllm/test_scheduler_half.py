@@ -360,14 +360,17 @@ def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
 
 
 @pytest.mark.parametrize("num_tokens, is_offered", [(1, True), (4, False)])
+@pytest.mark.parametrize("scratch_blocks", [2, 0])
 def test_a_state_that_may_be_among_those_of_draft_tokens_is_not_offered(
-    world, num_tokens, is_offered
+    world, scratch_blocks, num_tokens, is_offered
 ):
-    """After a step with draft tokens it is in one of the scratch blocks, by the number of accepted tokens."""
+    """After a step with draft tokens it is in one of the scratch blocks, by the number of accepted tokens; or without
+    any (Kimi's with `--use-replayssm`) maybe not in the request's last block, which rejected tokens may have opened.
+    """
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     engine = world(
         role="kv_both",
-        specs=[attention(), w.state_spec(num_speculative_blocks=2)],
+        specs=[attention(), w.state_spec(num_speculative_blocks=scratch_blocks)],
         engine={"enable_prefix_caching": False, "speculative_config": drafts},
         bidirectional_kv_xfer=True,
     )

@@ -493,9 +493,10 @@ class SchedulerHalf:
         states = [info for info in self._groups if info.keeps == "state"]
         # a step in flight has already advanced them
         is_advanced = request.num_computed_tokens > num_tokens
-        # a step with draft tokens leaves them in one of its scratch blocks, by the number of accepted tokens
-        is_scratch = request.num_output_tokens > 1 and any(info.scratch_blocks for info in states)
-        return bool(states) and (is_advanced or is_scratch)
+        # a step with draft tokens leaves them in one of its scratch blocks, by the number of accepted tokens; with
+        # Kimi's RecoverSSM, which has none, rejected tokens may have opened a block after the states'
+        is_unplaced = request.num_output_tokens > 1 and bool(self._vllm_config.speculative_config)
+        return bool(states) and (is_advanced or is_unplaced)
 
     def close(self) -> None:
         """Stop the directory service."""
