@@ -17,6 +17,8 @@ from tests.unit import test_sparse_bytes as sizes
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention, placed, read, registered, vllm_config
 from tests.vllm.compressed_world import RATIOS, pair, planned, specs_of
+from tests.vllm.harness import rows
+from tests.vllm.harness.digests import difference
 
 pytestmark = pytest.mark.vllm
 
@@ -105,6 +107,28 @@ def test_an_offer_names_each_block_table_once(engines):
     # free its blocks
     wanted = engines.d.world.add(300, params, prompt=5000)
     loaded(engines, wanted)
+
+
+def test_cases_compare_every_row_that_is_read(engines, monkeypatch):
+    """What the cases on GPUs compare are the rows that a load brings, and what they clear are those of one cache."""
+    asked, params = offered(engines.p, 1000, 7000)
+    wanted = engines.d.world.add(1000, params, prompt=7000)
+    found, digests = [], rows.RowDigests()
+    for engine, request in ((engines.p, asked), (engines.d, wanted)):
+        monkeypatch.setattr(rows, "_groups", lambda engine=engine: engine.worker._groups)
+        if engine is engines.d:
+            loaded(engines, wanted)
+        found.append(digests.cache_digests(engine.tables[request.request_id], 0, 999))
+    assert difference(*found) == ""
+    planes = sum(map(len, found[0].values()))
+    assert planes == len(engines.p.rows_of(asked.request_id, 999, is_followed=True)[0])
+    for number, kind in enumerate(digests.kinds()):
+        before = engines.d.memory.copy()
+        assert digests.spoil(engines.d.tables[wanted.request_id], 999, number), kind
+        after = digests.cache_digests(engines.d.tables[wanted.request_id], 0, 999)
+        changed = {key for key in after if after[key] != found[1][key]}
+        assert changed == {key for key in after if key[0] == number}, kind
+        engines.d.memory[:] = before
 
 
 PUBLISHED = {

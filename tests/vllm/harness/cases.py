@@ -79,6 +79,20 @@ def _converted(name, prefill=None, decode=None):
     )
 
 
+def _sparse(name, kind, layers, **engine):
+    """DeepSeek's models with random weights that each engine makes, in caches of fp8."""
+    arguments = {
+        "load_format": "dummy",
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 2048,
+        "worker_extension_cls": "tests.vllm.harness.sparse_worker.SparseWorker",
+        **engine.pop("arguments"),
+    }
+    engine |= {"arguments": arguments, "cache_bytes": 1 << 30}
+    model = {"kind": kind, "layers": layers}
+    return _both(name, engine, scenario=s.steps, model=model, has_nixl=False, **ON_GPUS_BF16)
+
+
 def _servers(name, servers, **arguments):
     return Case(name, servers=servers, has_nixl=False, **arguments)
 
@@ -112,6 +126,8 @@ ON_GPUS_BF16 = {"needs": ("gpus",), "gpu_dtype": "bfloat16"}
 MLA = {"model": {"kind": "mla", "layers": 2}, **ON_GPUS_BF16}
 LOST = {"policy": "recompute", "leaves_nothing": False}
 PACKED_LOST = {**LOST, "options": {"paths": {"direct": "never"}}}
+V32 = {"block_size": 64, "arguments": {"kv_cache_dtype": "fp8_ds_mla"}}
+V4 = {"block_size": 256, "arguments": {"kv_cache_dtype": "fp8"}}
 FIRST_TOKENS = {"scenario": s.first_tokens, "has_nixl": False}
 ALWAYS = {"options": {"first_token": "always"}}
 PREFIXES = {"scenario": s.prefix_hits}
@@ -149,6 +165,10 @@ CASES = (
     _converted("bf16-fp8", decode=FP8),
     _converted("bf16-fp8-packed", prefill=PACKED, decode={**FP8, **PACKED}),
     _converted("bf16-e5m2-tp2-tp1-block64-128", prefill=TP2, decode={**E5M2, **_blocks(128)}),
+    _sparse("deepseek-v3.2", "deepseek-v3.2", 4, **V32),
+    _sparse("deepseek-v3.2-packed", "deepseek-v3.2", 4, **V32, **PACKED),
+    _sparse("deepseek-v4", "deepseek-v4", 6, **V4),
+    _sparse("deepseek-v4-packed", "deepseek-v4", 6, **V4, **PACKED),
     Case("prefix-hits", **PREFIXES),
     Case("prefix-hits-block64-128", prefill=_blocks(64), decode=_blocks(128), **PREFIXES),
     Case("prefix-hits-block128-32", prefill=_blocks(128), decode=_blocks(32), **PREFIXES),

@@ -47,7 +47,9 @@ class EngineSpec:
 @dataclass(frozen=True)
 class Answer:
     """A finished request. `least_gap`: the smallest gap in log probability between the two likeliest tokens of a
-    position. `computed_tokens`: how many of its prompt were computed; None before the first step.
+    position. `computed_tokens`: how many of its prompt were computed; None before the first step. Where they were
+    asked for, `scores` are the log probabilities of its tokens, `gaps` those gaps, and `prompt_scores` the log
+    probabilities of the prompt's tokens but the first.
     """
 
     tokens: list[int]
@@ -57,16 +59,22 @@ class Answer:
     least_gap: float
     computed_tokens: int | None
     block_ids: list[list[int]]
+    scores: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    prompt_scores: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, output, computed_tokens=None, block_ids=(), **more):
         (answer,) = output.outputs
-        gaps = []
+        tokens, gaps = list(answer.token_ids), []
         for position in answer.logprobs or []:
             best = sorted((each.logprob for each in position.values()), reverse=True)
             gaps.append(best[0] - best[1])
         return cls(
-            tokens=list(answer.token_ids),
+            tokens=tokens,
+            scores=_scores(answer.logprobs, tokens),
+            gaps=gaps,
+            prompt_scores=_scores(output.prompt_logprobs, output.prompt_token_ids)[1:],
             reason=answer.finish_reason,
             params=output.kv_transfer_params,
             cached_tokens=output.num_cached_tokens or 0,
@@ -75,6 +83,12 @@ class Answer:
             block_ids=list(block_ids),
             **more,
         )
+
+
+def _scores(positions, tokens):
+    """Return the log probability of each token; none of the first of a prompt, and [] if none were asked for."""
+    pairs = zip(positions, tokens, strict=True) if positions else ()
+    return [position[token].logprob if position else 0.0 for position, token in pairs]
 
 
 class Engine(EngineProcess):
@@ -92,10 +106,10 @@ class Engine(EngineProcess):
     def wait_until_ready(self):
         self._event(time.monotonic() + START_TIMEOUT_S, "start")
 
-    def submit(self, prompt, params=None, max_tokens=16, logprobs=None):
+    def submit(self, prompt, params=None, max_tokens=16, logprobs=None, prompt_logprobs=None):
         self._count += 1
         request_id = f"request-{self._count}"
-        self._send("submit", request_id, prompt, params, max_tokens, logprobs)
+        self._send("submit", request_id, prompt, params, max_tokens, logprobs, prompt_logprobs)
         return request_id
 
     def answer(self, request_id, timeout_s=ANSWER_TIMEOUT_S):
@@ -157,20 +171,20 @@ def run_steps(pipe, spec):
     from vllm import LLM
 
     options = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
+    options["worker_extension_cls"] = "tests.vllm.harness.digests.CacheDigests"
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
     llm = LLM(
         **options | spec.options,
         tensor_parallel_size=spec.tp_size,
         pipeline_parallel_size=spec.pp_size,
-        worker_extension_cls="tests.vllm.harness.digests.CacheDigests",
         disable_log_stats=False,
     )
     pipe.send(("ready", None))
     _Loop(pipe, llm.llm_engine).run()
 
 
-def sampling_of(params, max_tokens, logprobs):
+def sampling_of(params, max_tokens, logprobs, prompt_logprobs=None):
     """Greedy sampling that ignores stop tokens."""
     from vllm import SamplingParams
 
@@ -180,6 +194,7 @@ def sampling_of(params, max_tokens, logprobs):
         ignore_eos=True,
         detokenize=False,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         extra_args={"kv_transfer_params": params} if params else None,
     )
 
@@ -267,6 +282,12 @@ class _Loop:
 
     def on_digests(self, *wanted):
         return self._engine.collective_rpc("cache_digests", args=wanted)
+
+    def on_kinds(self):
+        return self._engine.collective_rpc("kinds")[0]
+
+    def on_spoil(self, *rows):
+        return self._engine.collective_rpc("spoil", args=rows)
 
     def on_reset_cache(self, has_tier=False):
         return self._engine.reset_prefix_cache(reset_connector=has_tier)

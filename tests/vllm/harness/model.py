@@ -1,6 +1,7 @@
 """Small models with random weights, made locally: no hub, no tokenizer."""
 
 import importlib
+import json
 
 VOCAB_SIZE = 1024
 LLAMA_8B = {
@@ -16,17 +17,95 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
 }
 
+SPARSE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "q_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+"""What DeepSeek's models with sparse attention share here: sizes that kernels are made for, and small ones."""
+DEEPSEEK = {
+    "deepseek-v3.2": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "num_key_value_heads": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        # few, so that the indexer's keys decide what is read of a short prompt
+        "index_topk": 128,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek-v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "o_lora_rank": 256,
+        "o_groups": 8,
+        "sliding_window": 128,
+        "index_topk": 64,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_nextn_predict_layers": 0,
+        "num_hash_layers": 0,
+        "scoring_func": "sqrtsoftplus",
+        "swiglu_limit": 10.0,
+        "compress_rope_theta": 160000.0,
+        "rope_scaling": None,
+        "intermediate_size": 256,
+    },
+}
+"""DeepSeek's models with sparse attention, whose weights vLLM makes itself (`load_format="dummy"`)."""
+RATIOS = {6: [0, 128, 4, 128, 4, 0], 61: [128, *[128, 4] * 30]}
+"""Tokens of a row in each layer of a DeepSeek-V4: of a small one, and of DeepSeek-V4-Pro."""
+
 
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     """Make a model under `folder`, once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
     with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), or with a `window`
-    in every second layer (Gemma 3). Of "llama-8b", Llama 3.1 8B, the configuration alone.
+    in every second layer (Gemma 3). Of "llama-8b", Llama 3.1 8B, and of `DEEPSEEK` the configuration alone.
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
     path = folder / f"{kind}-kv{kv_heads}-l{layers}-w{window}"
     if (path / "complete").exists():
+        return path
+    if kind in DEEPSEEK:
+        config = {**SPARSE, **DEEPSEEK[kind], "num_hidden_layers": layers}
+        if kind == "deepseek-v4":
+            config["compress_ratios"] = RATIOS[layers]
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
         return path
     import torch
 

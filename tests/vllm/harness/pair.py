@@ -97,12 +97,12 @@ class Pair:
     def prefilled(self, prompt):
         return self.offered(self.begin_prefill(prompt)).params
 
-    def compared(self, prompt, cached=0, *, is_whole=False):
+    def compared(self, prompt, cached=0, *, is_whole=False, **options):
         """Prefill on one engine and decode on the other. Returns the answer, and how the caches differ after `cached`
         tokens that the decode engine had; "" if they are equal. `is_whole`: it loads the last token, too.
         """
         prefill = self.prefill.answer(self.begin_prefill(prompt))
-        decode = self.decode.submit(prompt, prefill.params)
+        decode = self.decode.submit(prompt, prefill.params, **options)
         return self._compared(prompt, prefill, decode, cached, is_whole)
 
     def _compared(self, prompt, prefill, decode, cached=0, is_whole=False):

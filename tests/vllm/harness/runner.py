@@ -9,7 +9,7 @@ from math import prod
 from tests.hosts.network import missing
 from tests.support.ports import free_ports
 from tests.vllm.harness.engine import EngineSpec
-from tests.vllm.harness.model import make_model
+from tests.vllm.harness.model import DEEPSEEK, make_model
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import Outcome
 from tests.vllm.harness.scenarios import restarted
@@ -76,6 +76,8 @@ def why_skipped(case, device):
             )
         if why:
             return why
+    if case.model.get("kind") in DEEPSEEK and importlib.util.find_spec("cutlass") is None:
+        return "vLLM's kernels of this model need nvidia-cutlass-dsl"
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if case.found_by in BY_NAME and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"

@@ -10,6 +10,12 @@ from tests.vllm.harness.report import becomes
 
 LENGTHS = (7, 64, 130, 600, 2000)
 SETTLE_S = 0.5
+BOUNDARIES = (5, 127, 128, 129, 1000, 1024, 1025, 4096)
+"""Prompts that end before, with and after a window, a block and rows of 4 and of 128 tokens."""
+STEPS = 200
+SPOILT_LENGTH, SPOILT_STEPS = 1000, 60
+DRIFT_RATIO, DRIFT_SLACK = 1.5, 0.02
+"""How much further than an engine alone a handed-over request may be from a computed prompt, in log probability."""
 CLEAR_CANDIDATES = 8
 """Prompts among which one without near-ties is chosen."""
 BLOCK_BYTES = 1 << 18
@@ -40,6 +46,88 @@ def converted(pair, outcome):
         outcome.compare(f"{length} tokens", answer, own.tokens)
         outcome.check(f"{length} tokens: computed", answer.computed_tokens in {0, 1}, True)
         pair.decode.forget()
+
+
+def steps(pair, outcome):
+    """Every row that the decode engine needs arrives, and `STEPS` tokens later it is as close to one engine as that
+    engine is to itself.
+
+    Random weights leave near-ties, and kernels that select rows add them up in any order, so one engine asked twice
+    gives other tokens. So a request is judged by its *drift*: how far the log probabilities of the tokens that it
+    decoded are from those that one prompt of the same tokens has, step by step. Tokens may differ from one engine's
+    only where its two likeliest are closer than that. What wrong rows do is shown with those of each kind of cache
+    cleared in the prefill engine.
+    """
+    for length in BOUNDARIES:
+        what, prompt = f"{length} tokens", prompt_of(length)
+        outcome.compare_bytes(what, pair.compared(prompt, max_tokens=1)[1])
+        pair.prefill.forget()
+        pair.decode.forget()
+        own = pair.decode.ask(prompt, max_tokens=STEPS, logprobs=2)
+        drift_alone = _drift(pair, prompt, own)
+        pair.decode.forget()
+        params = pair.prefilled(prompt)
+        answer = pair.decode.ask(prompt, params, max_tokens=STEPS, logprobs=2)
+        drift = _drift(pair, prompt, answer)
+        pair.prefill.forget()
+        pair.decode.forget()
+        outcome.prompts += 1
+        are_equal = [a == b for a, b in zip(answer.tokens, own.tokens, strict=True)]
+        first = [*are_equal, False].index(False)
+        gap = [*own.gaps, 0.0][first]
+        bound = DRIFT_RATIO * max(*drift, *drift_alone) + DRIFT_SLACK
+        outcome.equal += gap <= bound
+        if gap > bound:
+            outcome.complaints.append(
+                f"{what}: token {first} differs, of which the two likeliest are {gap:.3f} apart"
+            )
+        means = _mean(drift), _mean(drift_alone)
+        is_near = means[0] <= DRIFT_RATIO * means[1] + DRIFT_SLACK
+        outcome.check(f"{what}: drift {means[0]:.4f}, alone {means[1]:.4f}", is_near)
+        outcome.figures |= {
+            f"{what}: equal tokens": first,
+            f"{what}: gap there": round(gap, 4),
+            f"{what}: distinct tokens": len({*answer.tokens}),
+            f"{what}: drift": round(means[0], 4),
+            f"{what}: greatest drift": round(max(drift), 4),
+            f"{what}: drift alone": round(means[1], 4),
+            f"{what}: greatest drift alone": round(max(drift_alone), 4),
+        }
+    _spoil(pair, outcome)
+
+
+def _spoil(pair, outcome):
+    """Clear the rows of one kind of cache after another before they are read: the drift of most tells it."""
+    clean = {}
+    kinds = pair.decode.call("kinds")
+    for number, kind in [(None, "none"), *enumerate(kinds)]:
+        prompt = prompt_of(SPOILT_LENGTH, seed="spoilt")
+        offer = pair.prefill.answer(pair.begin_prefill(prompt))
+        if number is not None:
+            rows = pair.prefill.call("spoil", offer.block_ids, SPOILT_LENGTH - 1, number)
+            outcome.check(f"rows of {kind}", rows[0] > 0)
+        answer = pair.decode.ask(prompt, offer.params, max_tokens=SPOILT_STEPS, logprobs=2)
+        drift = _drift(pair, prompt, answer)
+        pair.prefill.forget()
+        pair.decode.forget()
+        clean = clean or {"mean": _mean(drift)}
+        outcome.figures[f"drift without {number} {kind}"] = round(_mean(drift), 4)
+        outcome.figures[f"first drift without {number} {kind}"] = round(drift[0], 4)
+    found = [value for name, value in outcome.figures.items() if name.startswith("drift without")]
+    is_told = max(found) > 2 * DRIFT_RATIO * clean["mean"] + DRIFT_SLACK
+    outcome.check("cleared rows are told by the drift", is_told)
+
+
+def _drift(pair, prompt, answer):
+    """Return how far each token's log probability is from the one that a prompt of the same tokens gives it."""
+    pair.decode.forget()
+    whole = pair.decode.ask(prompt + answer.tokens, max_tokens=1, prompt_logprobs=0)
+    pairs = zip(answer.scores, whole.prompt_scores[len(prompt) - 1 :], strict=True)
+    return [abs(a - b) for a, b in pairs]
+
+
+def _mean(numbers):
+    return sum(numbers) / len(numbers)
 
 
 def _compare(pair, outcome, what, prompt, expected, *, cached=0):
