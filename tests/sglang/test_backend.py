@@ -267,6 +267,22 @@ def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
     assert not hasattr(sender, "prompt_end")
 
 
+def test_a_request_of_a_named_engine_knows_its_prompt_and_its_models_tokens(backend):
+    receiver = backend.LoadedPrompt.__new__(backend.LoadedPrompt)
+    receiver.is_of_named_engine = True
+    scheduler = SimpleNamespace(
+        sliding_window_size=None,
+        forward_stream=None,
+        enable_overlap=False,
+        model_config=SimpleNamespace(vocab_size=99),
+    )
+    plain = dict.fromkeys(("lora_id", "cache_salt", "multimodal_inputs", "input_embeds"))
+    request = SimpleNamespace(origin_input_ids=[4, 5, 6], **plain)
+    decode_req = SimpleNamespace(kv_receiver=receiver, req=request)
+    backend.note_length(SimpleNamespace(scheduler=scheduler), decode_req, range(3))
+    assert (receiver.prompt, receiver.vocab_size) == ([4, 5, 6], 99)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["mha", "mla", "swa", "mamba"])
 def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(backend, kind, device):

@@ -290,6 +290,7 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     if isinstance(receiver, LoadedPrompt) and receiver.is_of_named_engine:
         receiver.prompt = decode_req.req.origin_input_ids
         receiver.context = context_of(decode_req.req)
+        receiver.vocab_size = scheduler.model_config.vocab_size
     receiver.window_tokens = scheduler.sliding_window_size
     # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None

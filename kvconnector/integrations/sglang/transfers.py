@@ -72,8 +72,6 @@ from kvconnector.session.orders import (
 if TYPE_CHECKING:
     from kvconnector.integrations.sglang.rank import RankTransfers
 
-MAX_TOKEN = (1 << 31) - 1
-"""SGLang keeps tokens in tensors of 32 bits."""
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""
 
@@ -304,6 +302,9 @@ class LoadedPrompt(RoomTransfer):
     gives_up = DropRequest
     num_tokens = 0
     """The prompt's length in tokens."""
+    vocab_size = 0
+    """How many tokens the model has. Another engine's first token must be one of them: to look up the embedding of one
+    that is not would end this engine."""
     window_tokens: int | None = None
     """The length of the model's sliding window in tokens; None if it has none."""
     dp_rank: int | None = None
@@ -471,12 +472,15 @@ class LoadedPrompt(RoomTransfer):
             own = Identity(len(self.prompt), digest_of(self.prompt), dict(self.context))
             check_identity(self.prompt_end, (own,))
             token = PromptEnd.decode(self.prompt_end).token
-            if token is None or not 0 <= token <= MAX_TOKEN:
+            if token is None or not 0 <= token < self.vocab_size:
                 raise RemoteError(
-                    "the prefill engine sent neither metadata nor a first token: an engine of another kind sends none"
-                    " for requests with log probabilities, a grammar, penalties or a seed, nor with first_token=never",
+                    "the prefill engine sent neither metadata nor a usable first token: an engine of another kind sends"
+                    " none for requests with log probabilities, a grammar, penalties or a seed, nor with"
+                    " first_token=never",
                     room=self.room,
                     engine=self._address,
+                    token=token,
+                    vocab_size=self.vocab_size,
                 )
             self.kv_mgr.rows.put_first_token(self._row, token, self.room)
 

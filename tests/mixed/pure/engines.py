@@ -17,6 +17,7 @@ from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, 
 from tests.sglang.pure.pools import HEAD_DIM, Pools
 
 DEADLINE_S = 60.0
+VOCABULARY = 150_000
 DTYPE = "float32"
 """What both state; the pools' values are integers of the same size."""
 
@@ -181,6 +182,6 @@ def want(decode, prefill, room, prompt):
     """Let all ranks of SGLang's decode engine look for a prompt."""
     found = [LoadedPrompt(rank, prefill.where, room) for rank in decode.ranks]
     for each in found:
-        each.prompt = prompt
+        each.prompt, each.vocab_size = prompt, VOCABULARY
         each.init(0)
     return found

@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.errors import IncompatiblePeerError, OtherPromptError, RemoteError
 from kvconnector.integrations.sglang.transfers import Stage
-from tests.mixed.pure.engines import NamedPools, PrefillEngine, want
+from tests.mixed.pure.engines import VOCABULARY, NamedPools, PrefillEngine, want
 from tests.sglang.pure.engines import DEADLINE_S, Engine, error_of
 from tests.sglang.pure.pools import ROW_WIDTHS, Model
 from tests.support.ports import free_ports
@@ -132,8 +132,9 @@ def test_another_prompt_than_the_requests_fails_in_all_ranks():
         pair.until_freed(92)
 
 
-@pytest.mark.parametrize("token", [None, -1, 1 << 31])
+@pytest.mark.parametrize("token", [None, -1, VOCABULARY, 1 << 31, (1 << 64) - 1])
 def test_without_a_first_token_the_request_fails_and_says_why(token):
+    """Nor with one that the model does not have: looking it up would end the engine."""
     with closing(Pair(Model(), {}, {})) as pair:
         wanted = _asked(pair, 93, token=token)
         assert pair.until_over(wanted) == {Stage.FAILED}
