@@ -85,8 +85,8 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 
 class Lane(msgspec.Struct, frozen=True, eq=False):
     """The data shared by all copies of a segment from `src` to `dst`. `token_bytes` are the bytes of one token of one
-    part. In host memory a job of one part without tokens has `words`, and each further token adds `words_of_a_token`.
-    A job with a `conversion` needs the lane until it ends.
+    part. In host memory a job of one part without tokens has `words`; each further token adds to those whose indices
+    `words_of_a_token` has, with what it adds. A job with a `conversion` needs the lane until it ends.
     """
 
     src: Window | PackedSide
@@ -94,7 +94,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False):
     num_heads: int
     token_bytes: int
     words: Sequence[int] = ()
-    words_of_a_token: Sequence[int] = ()
+    words_of_a_token: Sequence[tuple[int, int]] = ()
     conversion: Conversion | None = None
 
 

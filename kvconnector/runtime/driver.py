@@ -3,9 +3,10 @@
 Theory of operation
 -------------------
 One turn: wait in the data path until something happens; take new work (the data path's events, messages over the
-transport and from the control channel, the engine's orders); give each to the sessions; send each peer its messages, as
-one batch. Sessions are pure: they get events and the time, and call their ports (see `executor`). The consequences of a
-call come back as events of the same turn, until nothing is queued.
+transport, then those from the control channel and the engine's orders); give each to the sessions; send each peer its
+messages, as one batch. What has ended or came over the transport is handled before anything else is looked at, since
+a peer or the engine waits for it. Sessions are pure: they get events and the time, and call their ports (see
+`executor`). The consequences of a call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -244,20 +245,32 @@ class Driver:
         return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 
     def _look(self, *, inline: bool = False) -> None:
-        """Take the work that is there, and handle it."""
-        self.datapath.step()
-        if not self._work(inline=inline, ticks=False):
+        """Take the work that is there, and handle it. What others wait for comes first: reads that have ended, then
+        what came over the transport, which mostly asks for a read. Looking at all else takes as long as beginning one.
+        """
+        events = self._events
+        self.datapath.step(may_check=bool(events))
+        if (events or self.links.with_unsent) and not self._work(inline=inline, ticks=False):
             return
         self.datapath.lock.clear_pending()
-        if len(self._events) < MAX_QUEUED_EVENTS:
-            for link, payload in self.links.poll():
-                messages = self._take_messages(link, payload)
-                guarded(partial(self._lose, link), self._greet, link, messages)
-                if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
-                    break  # the links keep the rest
+        self._take_arrived(self.links.poll_transport())
+        if events and not self._work(inline=inline, ticks=False):
+            return
+        self._take_arrived(self.links.poll())
         self._take_orders()
         self._tick_if_due()  # also if peers' messages take all of every turn
         self._work(inline=inline)
+
+    def _take_arrived(self, arrived: Iterable[tuple[Link, bytes]]) -> None:
+        """Queue messages for the sessions, as many as there is room and time for. The links keep the rest."""
+        if len(self._events) >= MAX_QUEUED_EVENTS:
+            return
+        for link, payload in arrived:
+            for message in self._take_messages(link, payload):
+                if type(message) in _GREETINGS:
+                    guarded(partial(self._lose, link), self._greet, link, message)
+            if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
+                break
 
     def _take_orders(self) -> None:
         """Queue the orders that the engine's thread has left."""
@@ -317,16 +330,14 @@ class Driver:
         self._outbox.note_contained(f"the connection to {self.links.peer_of(link)}", error)
         self.links.lose(link, failure_of(error))
 
-    def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
-        """Take the fields of greetings that are for links."""
-        for message in messages:
-            if isinstance(message, m.Hello | m.HelloReply):
-                self.links.limit_messages(link, message.max_message_bytes)
-                self.links.set_peer_inbox(link, message.control)
-            if isinstance(message, m.Hello):
-                rank = f"({message.pp_rank}, {message.tp_rank})"
-                self.links.name_consumer(link, f"{message.geometry.engine_id} rank {rank}")
-                self.links.note_mapping(link, may_map=self._is_cuda_exported)
+    def _greet(self, link: Link, greeting: m.Hello | m.HelloReply) -> None:
+        """Take the fields of a greeting that are for links."""
+        self.links.limit_messages(link, greeting.max_message_bytes)
+        self.links.set_peer_inbox(link, greeting.control)
+        if isinstance(greeting, m.Hello):
+            rank = f"({greeting.pp_rank}, {greeting.tp_rank})"
+            self.links.name_consumer(link, f"{greeting.geometry.engine_id} rank {rank}")
+            self.links.note_mapping(link, may_map=self._is_cuda_exported)
 
     def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
         """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
@@ -391,6 +402,7 @@ class Driver:
             self._outbox.released(event.request_id, "aborted", error=error)
 
 
+_GREETINGS = frozenset({m.Hello, m.HelloReply})
 _PRODUCER_EVENTS = frozenset(
     {GrowRequest, HoldRequest, WithdrawRequest, ReclaimRequest, ev.SendOver}
 )

@@ -358,14 +358,14 @@ class Links:
         """Yield messages, those of each link in their order, and end the links whose peers have left. What a caller
         does not take stays for the next call.
         """
-        yield from self._poll_transport()
+        yield from self.poll_transport()
         if not self._arrived:
             self._gone.clear()
             self._arrived += self.control.poll(0.0)
         while self._arrived:
             if isinstance(self._arrived[0], Disconnected):
                 # what the peer had sent over the transport counts before its loss
-                num_taken = yield from self._poll_transport(progress=True)
+                num_taken = yield from self.poll_transport(progress=True)
                 if num_taken >= MAX_CONTROL_PER_CALL:
                     return  # there may be more
             arrival = self._arrived.popleft()
@@ -386,9 +386,7 @@ class Links:
         if connection is not None and not connection.is_lost:
             self._report(ev.LinkLost(link, arrival.error))
 
-    def _poll_transport(
-        self, *, progress: bool = False
-    ) -> Generator[tuple[Link, bytes], None, int]:
+    def poll_transport(self, *, progress: bool = False) -> Generator[tuple[Link, bytes], None, int]:
         """Yield the messages that came over the transport, and at last return the number that this call took from it.
         `progress`: see `UcxTransport.receive_control`.
         """

@@ -143,7 +143,7 @@ class Copies:
 
     def words_of(
         self, src: Side, dst: Side, geometry: CopyGeometry, conversion: Conversion | None = None
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    ) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
         """Return `words` and `words_of_a_token` of a lane between these sides, see `Lane`. `geometry` has no parts and
         no tokens.
         """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
-
-import numpy as np
+from operator import sub
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.lanes import Span, Window
@@ -14,7 +13,6 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     Copies,
     Jobs,
-    address_of,
     packed_sides,
 )
 from kvconnector.datapath.pump.copy_threads import CopyThreads
@@ -78,36 +76,52 @@ class CpuCopies(Copies):
 
     def words_of(
         self, src: Side, dst: Side, geometry: CopyGeometry, conversion: Conversion | None = None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         empty, one = (geometry._replace(num_parts=1, num_tokens=count) for count in (0, 1))
         words, more = (job_of(src, dst, each, conversion=conversion) for each in (empty, one))
-        return words, [after - before for before, after in zip(words, more, strict=True)]
+        changed = enumerate(map(sub, more, words))
+        return words, [(index, added) for index, added in changed if added]
 
     def make_jobs(
         self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
     ) -> Jobs:
+        # numpy takes several times as long to make an array, to give its address, and to fill a few words
         held = [array("i", group.wire_ids) for group in blocks]
         ids = [each.buffer_info()[0] for each in held]
-        words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
+        num_chunks = source.num_chunks
+        words = array("q", bytes(8 * _JOB_WORDS * num_chunks))
         lanes = []
+        rows_word = (_SRC if packing else _DST) + _ROWS
         for span in self.chunk_spans(source, blocks, ids, packing=packing):
-            words[span.chunks] = job = _job_of(span)
-            edges = np.array(span.rows, np.int64)
-            words[span.chunks, _NUM_PARTS] = num_parts = edges[1:] - edges[:-1]
-            words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
-            rows = (_SRC if packing else _DST) + _ROWS
-            words[span.chunks, rows] = edges[:-1] * ROW_BYTES + job[rows]
-            if span.lane.conversion is not None:
+            job, rows = _job_of(span), span.rows
+            num_parts = array("q", map(sub, rows[1:], rows))
+            first, stop, step = span.chunks.start, span.chunks.stop, span.chunks.step
+            one = array("q", job)
+            if step == 1:
+                words[first * _JOB_WORDS : stop * _JOB_WORDS] = one * len(num_parts)
+            else:
+                for chunk in range(first, stop, step):
+                    words[chunk * _JOB_WORDS : (chunk + 1) * _JOB_WORDS] = one
+            changed = [
+                (_NUM_PARTS, num_parts),
+                (_NBYTES, [job[_NBYTES] * count for count in num_parts]),
+                (rows_word, [job[rows_word] + ROW_BYTES * row for row in rows[:-1]]),
+            ]
+            if (conversion := span.lane.conversion) is not None:
                 lanes.append(span.lane)
-                words[span.chunks, _SCALES] += edges[:-1] * span.lane.conversion.row_bytes
+                scales = [job[_SCALES] + conversion.row_bytes * row for row in rows[:-1]]
+                changed.append((_SCALES, scales))
+            for word, values in changed:
+                place = slice(first * _JOB_WORDS + word, stop * _JOB_WORDS, step * _JOB_WORDS)
+                words[place] = array("q", values)
         if not packing and source.total_bytes >= self._min_streamed_bytes:
-            words[:, _IS_STREAMED] = 1
+            words[_IS_STREAMED::_JOB_WORDS] = array("q", [1]) * num_chunks
         if self.digests is not None:
-            words[:, _NBYTES] += DIGEST_BYTES
-        return Jobs(address_of(words), None, (words, held, lanes))
+            more = [nbytes + DIGEST_BYTES for nbytes in words[_NBYTES::_JOB_WORDS]]
+            words[_NBYTES::_JOB_WORDS] = array("q", more)
+        return Jobs(words.buffer_info()[0], None, (words, held, lanes))
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        # numpy takes several times as long to make an array and to give its address
         held = [array("i", group.wire_ids) for group in (*read.remote_blocks, *read.blocks)]
         ids = [each.buffer_info()[0] for each in held]
         nbytes, num_helpers = read.source.total_bytes, 0
@@ -149,8 +163,9 @@ class CpuCopies(Copies):
 
 def _job_of(span: Span) -> list[int]:
     """Return the words of a job with the first part of a span."""
-    words, more = span.lane.words, span.lane.words_of_a_token
-    job = [word + span.num_tokens * each for word, each in zip(words, more, strict=True)]
+    job, num_tokens = [*span.lane.words], span.num_tokens
+    for word, added in span.lane.words_of_a_token:
+        job[word] += num_tokens * added
     for at, end, tokens in ((_SRC, span.lane.src, span.src), (_DST, span.lane.dst, span.dst)):
         if isinstance(end, Window):
             job[at + _IDS], _, job[at + _START], job[at + _SKIP] = tokens

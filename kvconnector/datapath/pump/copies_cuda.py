@@ -140,16 +140,16 @@ class CudaCopies(Copies):
         buffer, ids = sent[1:] if sent else self._send_ids(blocks, stream)
         try:
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
-            handle = self.streams.handles[stream]
+            address, handle = address_of(words), self.streams.handles[stream]
             spans = list(self.chunk_spans(source, blocks, ids, packing=packing))
             for span in spans:
-                self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
+                self._launches.fill(address, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
             buffer.give_back()
             raise
         if self.digests is not None:
             words[:, 0] += DIGEST_BYTES
-        return Jobs(address_of(words), buffer, (words, _converting(spans)))
+        return Jobs(address, buffer, (words, _converting(spans)))
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids right before its launches."""
@@ -161,13 +161,15 @@ class CudaCopies(Copies):
             memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
             sent = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
             memory[:_READ_WORDS] = len(spans), *sent, handle
-            words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
+            address = address_of(memory)
             for span in spans:
-                self._launches.fill(words, span, handle, MAX_UNCAPPED_READ_BYTES)
+                self._launches.fill(
+                    address + 8 * _READ_WORDS, span, handle, MAX_UNCAPPED_READ_BYTES
+                )
         except BaseException:
             buffer.give_back()
             raise
-        return Jobs(address_of(memory), buffer, (memory, _converting(spans)))
+        return Jobs(address, buffer, (memory, _converting(spans)))
 
     def some_ids(self) -> BlockIdsAt:
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises

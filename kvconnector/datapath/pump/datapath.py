@@ -142,8 +142,10 @@ class DataPath:
             logger.warning("consumers cannot read these pools directly: %s", self.why_packed)
         return self.export != before
 
-    def step(self) -> None:
-        """Move everything that can move, and add the resulting events to `events`. Call it until there are none."""
+    def step(self, *, may_check: bool = True) -> None:
+        """Move everything that can move, and add the resulting events to `events`. Call it until there are none. The
+        last call of a turn may also check for lost peers, which takes longer than the rest of a turn.
+        """
         num_events = len(self.events)
         if self.sends.active:
             self.sends.poll()
@@ -154,7 +156,7 @@ class DataPath:
         # last, because slots may be free again, and direct reads may have become packed ones
         if self.receives.waiting:
             self.receives.admit()
-        if len(self.events) == num_events:
+        if may_check and len(self.events) == num_events:
             now_s = self.clock()
             is_greeted = self.lock.is_handshaking and self._is_handshaking()
             if is_greeted or now_s >= self._next_check_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,10 +26,13 @@ _SLOT_PARAM, _PARAMS = (r.word_of(r.CudaJob, name) for name in ("slot_param", "p
 
 
 class _Job(NamedTuple):
-    """A launch of one part, as `fill_jobs` takes it, and where its tokens start and how many it has."""
+    """A launch of one part, as `fill_jobs` takes it by addresses of `memory`, and where its tokens start and how many
+    it has.
+    """
 
-    terms: npt.NDArray[np.int64]
-    launch: r.LaunchRecord
+    terms: int
+    launch: int
+    memory: tuple[npt.NDArray[np.int64], r.LaunchRecord]
     starts: tuple[int, int]
     num_tokens: int
 
@@ -48,13 +52,11 @@ class Launches:
         self._max_programs = max_programs
         self._jobs: dict[tuple[object, ...], _Job] = {}
 
-    def fill(
-        self, words: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
-    ) -> None:
+    def fill(self, address: int, span: Span, stream: int, max_uncapped_bytes: int) -> None:
         """Write the jobs of a span's chunks.
 
         Args:
-            words: The jobs of all chunks of a read, int64 `[chunk, word]`, contiguous.
+            address: Where the jobs of all chunks of a read are, contiguous.
             span: The copies.
             stream: The handle of the stream on which they run.
             max_uncapped_bytes: A job of at most this size may have any number of programs.
@@ -68,15 +70,16 @@ class Launches:
         ids, parts = (span.src.ids, span.dst.ids), (_first_part(lane.src), _first_part(lane.dst))
         part_bytes = span.num_tokens * lane.token_bytes
         limits = self._max_programs, max_uncapped_bytes
-        edges, (first, _, step) = np.array(span.rows, np.int64), span.chunks.indices(len(words))
+        # numpy takes several times as long to make an array and to give its address
+        edges, chunks = array("q", span.rows), span.chunks
         numbers = r.SpanRecord(*further, *counts, *ids, *parts, stream, part_bytes, *limits)
         fill_jobs(
-            address_of(words) + 8 * first * _JOB_WORDS,
-            step * _JOB_WORDS,
-            len(span.rows) - 1,
-            address_of(job.terms),
-            address_of(edges),
-            ctypes.byref(job.launch),
+            address + 8 * _JOB_WORDS * chunks.start,
+            _JOB_WORDS * (chunks.step or 1),
+            len(edges) - 1,
+            job.terms,
+            edges.buffer_info()[0],
+            job.launch,
             ctypes.byref(numbers),
         )
 
@@ -140,7 +143,9 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
     starts = span.src.token_start, span.dst.token_start
-    return _Job(terms, r.LaunchRecord(*ids, *parts, *tiles, *shape), starts, span.num_tokens)
+    record = r.LaunchRecord(*ids, *parts, *tiles, *shape)
+    places = address_of(terms), ctypes.addressof(record)
+    return _Job(*places, (terms, record), starts, span.num_tokens)
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:

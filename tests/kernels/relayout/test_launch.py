@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.lanes import IN_SLOT, Lane, Span, Window
+from kvconnector.datapath.pump.copies import address_of
 from kvconnector.datapath.pump.launches import Launches, windows_of
 from kvconnector.layout import ALL_TOKENS, GroupBlocks, Stripe
 from kvconnector.planning import SegmentWindow
@@ -232,7 +233,7 @@ def test_cached_launches_equal_fresh_ones(asked):
     known = Launches(prepared_for, MAX_PROGRAMS)
     for span in asked:
         words = np.empty((len(span.rows) - 1, num_words(CudaJob)), np.int64)
-        known.fill(words, span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
+        known.fill(address_of(words), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
         jobs = map(CudaJob.from_buffer, words)
         for job, (part_start, stop) in zip(jobs, pairwise(span.rows), strict=True):
             num_parts = stop - part_start
@@ -279,7 +280,7 @@ def test_similar_copies_are_prepared_once():
         for other in (window_of(one_table("NHD", 16), (0, HEADS)), CHUNKS[0]):
             ends = window_of(one_table("HND", 16), (0, HEADS)), other
             span = span_of(ends, (start, start + 3), 16 * start, part, ids=(at, 0))
-            known.fill(words, span, STREAM, max_uncapped_bytes=0)
+            known.fill(address_of(words), span, STREAM, max_uncapped_bytes=0)
     assert len(prepared) == 2
 
 

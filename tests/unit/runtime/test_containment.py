@@ -21,12 +21,22 @@ from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
+from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 from tests.unit.datapath.caches import Caches, Shape
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 BLOCKS = (GroupBlocks.of([1, 2]),)
+GREETING = m.Hello(
+    geometry=PackedGeometry.of(FakeEngine("d", MODEL).geometry()),
+    pp_rank=0,
+    tp_rank=0,
+    incarnation="d",
+    transport_address=b"d",
+    warm_up_tag=1,
+    warm_up_bytes=8,
+)
 
 
 class Bug(Exception):
@@ -111,8 +121,8 @@ def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, depl
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(owner, step, fail)
         stranger = world.hub.open()
-        hello = m.Heartbeat(transfers=())
-        stranger.send(stranger.connect(worker.control.address, ""), encode(hello))
+        message = GREETING if step == "_greet" else m.Heartbeat(transfers=())
+        stranger.send(stranger.connect(worker.control.address, ""), encode(message))
         assert world.run(lambda: worker.poll().stats.contained == {"Bug": 1}, max_turns=20)
         stranger.close()
     assert caplog.text.count("Traceback") == 1

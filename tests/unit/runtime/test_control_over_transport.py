@@ -1,6 +1,7 @@
 """Whole workers whose control messages travel over the transport, in a world without sockets."""
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -116,10 +117,46 @@ def test_a_busy_data_path_starves_nobody(deploy):
     deployment = deploy()
     (worker,) = deployment.p.workers
     path = worker.datapath
-    path.step = lambda: path.events.append(ev.EndpointOpened(Link(-99)))
+    path.step = lambda **_: path.events.append(ev.EndpointOpened(Link(-99)))
     deployment.request("r")
     has_arrived = _both_report(deployment.d.workers, "r", "finished_recving")
     assert deployment.world.run(has_arrived, seconds_per_turn=0.1)
+    deployment.check_copied()
+
+
+def test_a_read_is_begun_before_anything_is_looked_at_that_nobody_waits_for(deploy, monkeypatch):
+    deployment = deploy(producer={"paths": {"direct": "never"}})
+    deployment.request("warm")
+    assert deployment.world.run(deployment.world.is_quiet)
+    (worker,) = deployment.p.workers
+    path, seen = worker.datapath, []
+
+    def note(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*arguments, **named):
+            seen.append(name)
+            if name == "pump":
+                path._next_check_s = 0.0
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in (
+        (path, "pump"),
+        (path, "_check_peers"),
+        (path.sends, "submit"),
+        (worker.control, "poll"),
+    ):
+        note(owner, name)
+    offer = deployment.p.grant("r", [[1, 2, 3]], 9)
+    deployment.world.turn()
+    deployment.d.want("r", offer)
+    deployment.d.load("r", offer, [[1, 2, 3]], [range(9)])
+    assert deployment.world.run(lambda: seen.count("submit") == 2)
+    assert next(before for before, name in pairwise(seen) if name == "submit") == "pump"
+    assert {"poll", "_check_peers"} <= {*seen}
+    assert deployment.world.run(deployment.world.is_quiet)
     deployment.check_copied()
 
 

@@ -28,7 +28,7 @@ def test_an_ended_read_is_cleaned_up_even_if_another_request_ends_first(monkeypa
     (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
     driver, ended = worker.driver, [ev.ReceiveFinished(1, seconds=1.0)]
 
-    def step():
+    def step(**_):
         while ended:
             driver.datapath.events.append(ended.pop())
 
