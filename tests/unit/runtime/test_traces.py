@@ -3,6 +3,7 @@
 import logging
 from contextlib import closing
 
+import msgspec
 import pytest
 from opentelemetry.trace import StatusCode
 
@@ -10,6 +11,7 @@ from kvconnector.errors import PeerLostError
 from kvconnector.integrations import tracing
 from kvconnector.integrations.tracing import RequestSpans
 from kvconnector.session import Phase, RequestTrace
+from kvconnector.session.trace import LoadTrace
 from tests.integration.runtime_pair import Engine, until
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackTransport
@@ -84,6 +86,22 @@ def test_in_flight_loads_report_their_progress(world):
     assert 0 < load.nbytes < load.total_bytes == 12 * 2 * 2 * 2 * 4 * 2  # as above
     assert world.run(world.is_quiet)
     assert driver.in_flight() == ()
+
+
+def test_a_report_has_whatever_its_load_has_counted():
+    """A field of the report that a load does not fill would show nothing, without an error."""
+    load = LoadTrace(peer="p", is_followed=False, wanted_s=1.0)
+    load.finished(4096, 0.5, "packed", (Phase("wire", 4.0, 5.0),))
+    for number, field in enumerate(msgspec.structs.fields(LoadTrace), start=2):
+        if getattr(load, field.name) in (None, 0):
+            setattr(load, field.name, number)
+    report = load.ended("r", "done", now=50.0, ahead_s=0.0)
+    unfilled = [
+        field.name
+        for field in msgspec.structs.fields(RequestTrace)
+        if getattr(report, field.name) == field.default
+    ]
+    assert unfilled == []
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
