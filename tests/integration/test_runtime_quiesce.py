@@ -67,7 +67,9 @@ def test_caches_that_come_back_with_other_memory_are_read_as_they_are_now(pair):
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
     for place in worker._thread._datapath.board.memory._places:
         writable = mmap.PROT_READ | mmap.PROT_WRITE
-        there = shared_memory._map()(place.address, place.nbytes, writable, anonymous, -1, 0)
+        there = shared_memory._functions().mmap(
+            place.address, place.nbytes, writable, anonymous, -1, 0
+        )
         assert there == place.address
     p.caches[0].scribble(0, range(64))
     worker.resume()

@@ -2,20 +2,28 @@
 
 The file begins with a page that holds a nonce and the epoch, then the lease board, then the caches of a worker on the
 CPU. These stay at their addresses: their pages are replaced by pages of the file with the same content.
+
+*Whose pages.* A page of the file is one memory for this process and for every child that it forks. With anything else
+in it than caches, such as the C library's own records of its heap, a child would overwrite its parent's. So pages are
+moved only if the caches have them for themselves, and never those of a heap, whose owner gives them to other data once
+the caches are freed. When a worker closes, pages that were private are made private again, since an allocator may give
+these, too, to other data.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import secrets
+import struct
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +31,23 @@ from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, Segm
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import BOARD_OFFSET, EPOCH_OFFSET, NONCE_BYTES, SharedRange
 
+logger = logging.getLogger(__name__)
+
 PAGE_BYTES = mmap.PAGESIZE
 _F_SEAL_FUTURE_WRITE = 0x10
 MIN_OWN_PAGES_BYTES = 32 << 20
 """Common allocators give larger allocations pages of their own: glibc's highest threshold is this, those of jemalloc,
-tcmalloc and mimalloc are lower."""
+tcmalloc and mimalloc are lower. But glibc takes free pages of a heap first, if there are as many in a row."""
+_HEAP = "[heap]"
+_HEAP_BYTES = 64 << 20
+"""glibc's heaps of threads begin at multiples of this number and are no larger."""
+_HEAP_INFO = struct.Struct("@4N")
+"""What such a heap begins with: the addresses of its arena and of the arena's heap before it, its bytes in use, and
+the most that it had."""
 _PIECE_BYTES = 64 << 20
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MREMAP_TO = 0x1 | 0x2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _CUDA_MEMORY_TYPE = 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _NAME = "kvconnector"
@@ -49,6 +67,8 @@ class SharedMemory:
         nbytes += BOARD_OFFSET
         self._nbytes = nbytes + -nbytes % PAGE_BYTES
         self._places: list[SharedRange] = []
+        self._were_private: list[SharedRange] = []
+        """What of `_places` was copied for child processes."""
         self._server: DescriptorServer | None = None
         try:
             self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -62,8 +82,8 @@ class SharedMemory:
         _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
-        """Move memory of this process into the file, in place. Nothing may write it meanwhile. From now on child
-        processes share it and do not get copies.
+        """Move memory of this process into the file, in place. Nothing may write it meanwhile. Until `close` child
+        processes share it and do not get copies. It must not be freed before.
 
         Args:
             ranges: Addresses `(start, stop)`.
@@ -72,11 +92,11 @@ class SharedMemory:
             Where the memory is in the file.
 
         Raises:
-            TransportError: Pages also hold other data, are registered with a device, or are already shared, by an open
-                worker or with another program; or the kernel refuses.
+            TransportError: Pages also hold other data, are a heap's, are registered with a device, or are already
+                shared, by an open worker or with another program; or the kernel refuses.
         """
-        places = []
-        for start, stop in _whole_pages(ranges):
+        places, mappings = [], _mappings()
+        for start, stop in _whole_pages(ranges, mappings):
             if any(other.holds(start, stop) for other in _open):
                 raise TransportError("another worker of this process shares these caches")
             places.append(SharedRange(address=start, nbytes=stop - start, offset=self._nbytes))
@@ -84,11 +104,19 @@ class SharedMemory:
         if num_pinned() > 0 or any(is_known_to_cuda(start) for start, _ in ranges):
             raise TransportError("memory of this process is registered with a device")
         self._places = places
+        private = [each for each in mappings if not each.is_shared]
+        self._were_private = [
+            SharedRange(address=start, nbytes=nbytes, offset=offset)
+            for place in places
+            for start, nbytes, offset in _common(place, private)
+        ]
         try:
             os.ftruncate(self.fd, self._nbytes)
             for place in places:
                 self._move(place)
         except OSError as error:
+            self._make_private()
+            self._places = []
             raise TransportError("the caches cannot be shared", reason=str(error)) from error
         return tuple(places)
 
@@ -98,24 +126,19 @@ class SharedMemory:
 
     def is_intact(self) -> bool:
         """Returns True if what `share` moved here is still what this process has at these addresses."""
-        inode, found = os.fstat(self.fd).st_ino, []
-        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-            for line in maps:
-                place, _, offset, _, number, *_ = line.split(maxsplit=5)
-                if int(number) == inode:
-                    start, stop = (int(edge, 16) for edge in place.split("-"))
-                    found.append((start - int(offset, 16), start, stop))
+        mappings = self._own_mappings()
         return all(
             any(
-                first <= each.address and each.address + each.nbytes <= last
-                for first, last in joined(
-                    (start, stop)
-                    for lead, start, stop in found
-                    if lead == each.address - each.offset
-                )
+                first <= place.address and place.address + place.nbytes <= last
+                for first, last in joined((each.start, each.stop) for each in _at(place, mappings))
             )
-            for each in self._places
+            for place in self._places
         )
+
+    def _own_mappings(self) -> list[_Mapping]:
+        """Return where this process has mapped the file and shares it."""
+        inode = os.fstat(self.fd).st_ino
+        return [each for each in _mappings() if each.inode == inode and each.is_shared]
 
     @property
     def epoch(self) -> int:
@@ -160,14 +183,35 @@ class SharedMemory:
         self._server.segments = None if segments is None else (self.epoch, segments)
 
     def close(self) -> None:
-        """Let no further process open the file. Existing mappings stay. Idempotent."""
+        """Let no further process open the file, and make the memory that `share` moved this process's own again. The
+        mappings of other processes stay, with what it held at that time. Idempotent.
+        """
         server, self._server = self._server, None
         if server is not None:
             server.close()
+        if self.fd >= 0:
+            self._make_private()
         fd, self.fd = self.fd, -1
         _open.discard(self)
         if fd >= 0:
             os.close(fd)
+
+    def _make_private(self) -> None:
+        """Map the pages that were private before `share` privately: nothing is copied until it is written."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        functions, mappings = _functions(), self._own_mappings()
+        for place in self._were_private:
+            # what the engine has replaced meanwhile is not ours
+            for start, nbytes, offset in _common(place, _at(place, mappings)):
+                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                # made elsewhere first: a mapping that the kernel refuses would leave a gap
+                made = functions.mmap(None, nbytes, protection, flags, self.fd, offset)
+                if made != _MAP_FAILED:
+                    made = functions.mremap(made, nbytes, nbytes, _MREMAP_TO, start)
+                if made == _MAP_FAILED:
+                    reason = os.strerror(ctypes.get_errno())
+                    logger.warning("child processes share the caches' memory for good: %s", reason)
+        self._were_private = []
 
     def _move(self, place: SharedRange) -> None:
         """Move piece by piece: no more than one is in memory twice, and each is whole if the next one fails."""
@@ -178,9 +222,8 @@ class SharedMemory:
             source = memoryview((ctypes.c_char * nbytes).from_address(address))
             while source:
                 source = source[os.pwrite(self.fd, source, offset + nbytes - len(source)) :]
-            found = _map()(
-                address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, self.fd, offset
-            )
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            found = _functions().mmap(address, nbytes, protection, flags, self.fd, offset)
             if found == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -194,40 +237,101 @@ def is_of_this_process(nonce: bytes) -> bool:
     return any(each.nonce == nonce for each in _open)
 
 
-def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+class _Mapping(NamedTuple):
+    """A line of /proc/self/maps."""
+
+    start: int
+    stop: int
+    permissions: str
+    offset: int
+    inode: int
+    name: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Returns True if child processes get no copies. No allocator hands out parts of it."""
+        return self.permissions.endswith("s")
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Returns True if some of it is between these addresses."""
+        return self.start < stop and start < self.stop
+
+
+def _mappings() -> list[_Mapping]:
+    """Return this process's mappings, in ascending order."""
+    found = []
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            place, permissions, offset, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
+            start, stop = (int(edge, 16) for edge in place.split("-"))
+            found.append(
+                _Mapping(start, stop, permissions, int(offset, 16), int(inode), "".join(name))
+            )
+    return found
+
+
+def _at(place: SharedRange, mappings: Iterable[_Mapping]) -> list[_Mapping]:
+    """Return those mappings of a file that have a place of it at its address."""
+    return [each for each in mappings if each.start - each.offset == place.address - place.offset]
+
+
+def _common(place: SharedRange, mappings: Iterable[_Mapping]) -> Iterator[tuple[int, int, int]]:
+    """Yield what a place and mappings have in common: the address, the bytes, and where in the file of the place."""
+    for each in mappings:
+        start = max(each.start, place.address)
+        nbytes = min(each.stop, place.address + place.nbytes) - start
+        if nbytes > 0:
+            yield start, nbytes, place.offset + start - place.address
+
+
+def _whole_pages(
+    ranges: Iterable[tuple[int, int]], mappings: Sequence[_Mapping]
+) -> list[tuple[int, int]]:
     """Return the pages of these ranges, joined where they follow each other. Raises TransportError: their first or last
-    page may hold something else, or another program has them.
+    page may hold something else, they are a heap's, or another program has them.
     """
-    mappings = _shared_mappings()
-    starts, stops = ({each[edge] for each in mappings} for edge in (0, 1))
+    shared = [each for each in mappings if each.is_shared]
+    starts, stops = {each.start for each in shared}, {each.stop for each in shared}
     pages = []
     for start, stop in joined(ranges):
-        for first, last, name in mappings:
-            if first < stop and start < last and name not in _MOVABLE:
-                raise TransportError("the caches are shared with other programs", mapping=name)
+        for each in shared:
+            if each.overlaps(start, stop) and each.name not in _MOVABLE:
+                raise TransportError("the caches are shared with other programs", mapping=each.name)
         first, last = start - start % PAGE_BYTES, stop + -stop % PAGE_BYTES
         is_alone = (first == start or first in starts) and (last == stop or last in stops)
+        place = {"address": hex(start), "nbytes": stop - start}
         if stop - start < MIN_OWN_PAGES_BYTES and not is_alone:
             raise TransportError(
                 "caches that share pages with other data cannot be shared: map them (mmap), or allocate at least"
                 f" {MIN_OWN_PAGES_BYTES >> 20} MiB at once",
-                address=hex(start),
-                nbytes=stop - start,
+                **place,
+            )
+        if _is_in_heap(first, last, mappings):
+            raise TransportError(
+                "caches in the C library's heap cannot be shared, since it gives their pages to other data later: map"
+                " them (mmap)",
+                **place,
             )
         pages.append((first, last))
     return joined(pages)
 
 
-def _shared_mappings() -> list[tuple[int, int, str]]:
-    """Return start, stop and name of this process's shared mappings. No allocator hands out parts of them."""
-    found = []
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        for line in maps:
-            place, permissions, *_, name = line.rstrip("\n").split(maxsplit=5)
-            if permissions.endswith("s"):
-                start, stop = place.split("-")
-                found.append((int(start, 16), int(stop, 16), name))
-    return found
+def _is_in_heap(first: int, last: int, mappings: Iterable[_Mapping]) -> bool:
+    """Returns True if pages are in glibc's heap, or in one of its heaps for threads."""
+    if any(each.name == _HEAP and each.overlaps(first, last) for each in mappings):
+        return True
+    base = first - first % _HEAP_BYTES
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            words = os.pread(memory.fileno(), _HEAP_INFO.size, base)
+    except OSError:  # nothing is mapped there
+        return False
+    arena, previous, used_bytes, most_bytes = _HEAP_INFO.unpack(words)
+    # an arena lies in its first heap, behind what every heap begins with
+    is_heap: bool = 0 < arena % _HEAP_BYTES < PAGE_BYTES and previous % _HEAP_BYTES == 0
+    is_heap &= used_bytes % PAGE_BYTES == most_bytes % PAGE_BYTES == 0
+    is_heap &= 0 < used_bytes <= most_bytes <= _HEAP_BYTES
+    return is_heap and first - base < most_bytes
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -261,13 +365,11 @@ def is_known_to_cuda(address: int) -> bool:
 
 
 @cache
-def _map() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        *[ctypes.c_int] * 3,
-        ctypes.c_long,
-    )
-    return function
+def _functions() -> Any:
+    """Return the C library with mmap and mremap."""
+    library = ctypes.CDLL(None, use_errno=True)
+    size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    library.mmap.restype = library.mremap.restype = address
+    library.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
+    library.mremap.argtypes = (address, size, size, number, address)
+    return library

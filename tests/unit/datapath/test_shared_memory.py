@@ -2,7 +2,10 @@
 
 import mmap
 import os
+import subprocess
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +33,25 @@ def random_bytes(count):
     return np.random.default_rng(count).integers(0, 256, count, np.uint8)
 
 
+def outside_the_heap():
+    """Return a large allocation that has pages of its own. Tests before this one may have left as much of a heap."""
+    made = []
+    while not made or shared_memory._is_in_heap(*bounds(made[-1]), shared_memory._mappings()):
+        made.append(random_bytes(MIN_OWN_PAGES_BYTES + 100))
+    return made[-1]
+
+
+def are_shared_with_children(array):
+    """Returns True if what a child process writes there is written here, too."""
+    child = os.fork()
+    if child == 0:
+        array[[0, -1]] ^= 1
+        os._exit(0)
+    before = array[[0, -1]].tolist()
+    assert os.waitpid(child, 0)[1] == 0
+    return before != array[[0, -1]].tolist()
+
+
 def as_peers_see(memory, place):
     with open(f"/proc/{os.getpid()}/fd/{memory.fd}", "rb") as opened:
         return np.fromfile(opened, np.uint8, place.nbytes, offset=place.offset)
@@ -41,7 +63,7 @@ def test_shared_memory_keeps_its_address_and_shows_changes(kind):
         "pages": lambda: in_pages(3 * PAGE),
         "a mapping": lambda: in_pages(2 * PAGE + 100),
         "private pages": lambda: in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-        "a large allocation": lambda: random_bytes(MIN_OWN_PAGES_BYTES + 100),
+        "a large allocation": outside_the_heap,
     }[kind]()
     before, memory = array.copy(), SharedMemory(1)
     for _ in range(2):  # a second worker may register the same caches
@@ -58,6 +80,88 @@ def test_shared_memory_keeps_its_address_and_shows_changes(kind):
         memory.close()
         memory = SharedMemory(1)
     np.testing.assert_array_equal(array, before)
+
+
+def private_pages():
+    return in_pages(3 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+@pytest.mark.parametrize("make", [private_pages, outside_the_heap])
+def test_a_closed_worker_leaves_the_caches_to_their_process_alone(make):
+    """An allocator that gets them back may use them for anything, and a child process would overwrite that."""
+    array, memory = make(), SharedMemory(1)
+    (place,) = memory.share([bounds(array)])
+    memory.seal()
+    peers = mmap.mmap(memory.fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    lead = array.ctypes.data - place.address + place.offset
+    before = array.copy()
+    memory.close()
+    np.testing.assert_array_equal(array, before)
+    array[0] ^= 1
+    assert peers[lead] == before[0]
+    assert not are_shared_with_children(array)
+
+
+def test_memory_that_replaced_the_caches_is_left_alone():
+    array, memory = in_pages(3 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), SharedMemory(1)
+    memory.share([bounds(array)])
+    address, place = array.ctypes.data, mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    functions = shared_memory._functions()
+    replaced = functions.mmap(address + PAGE, PAGE, writable, mmap.MAP_PRIVATE | place, -1, 0)
+    assert replaced == address + PAGE
+    array[...] = 7
+    memory.close()
+    assert (array == 7).all()
+    assert not are_shared_with_children(array)
+
+
+IN_A_HEAP = """
+import ctypes, sys, threading
+from kvconnector.datapath.direct.shared_memory import MIN_OWN_PAGES_BYTES, SharedMemory
+from kvconnector.errors import TransportError
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.aligned_alloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.aligned_alloc.argtypes = [ctypes.c_size_t], [ctypes.c_size_t] * 2
+libc.free.argtypes = [ctypes.c_void_p]
+
+def large():
+    # once an allocation of this size was freed, glibc takes smaller ones from the heap, and keeps what they leave
+    libc.free(libc.malloc(MIN_OWN_PAGES_BYTES - (1 << 16)))
+    for smaller in (libc.malloc(24 << 20), libc.malloc(24 << 20)):
+        libc.free(smaller)
+    return libc.malloc(MIN_OWN_PAGES_BYTES + 100), MIN_OWN_PAGES_BYTES + 100
+
+def whole_pages():
+    return libc.aligned_alloc(4096, 8192), 8192
+
+def share():
+    address, nbytes = {"large": large, "whole pages": whole_pages}[sys.argv[1]]()
+    try:
+        SharedMemory(1).share([(address, address + nbytes)])
+    except TransportError as error:
+        print(error)
+    else:
+        print("shared")
+
+if sys.argv[2] == "main":
+    share()
+else:
+    thread = threading.Thread(target=share)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="of glibc's heaps")
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("kind", ["large", "whole pages"])
+def test_a_heap_is_not_shared(kind, thread):
+    """Child processes would write into its records and what it gives the pages to: 'corrupted size vs. prev_size'."""
+    command = [sys.executable, "-c", IN_A_HEAP, kind, thread]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "caches in the C library's heap cannot be shared" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("start, stop", [(1, 0), (0, -1), (100, 2 * PAGE)])
@@ -93,18 +197,24 @@ def test_memory_of_several_programs_is_refused(tmp_path):
 
 def test_a_failed_move_keeps_the_content_of_the_caches(monkeypatch):
     array = in_pages(3 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    before, calls, move = array.copy(), [], shared_memory._map()
+    before, moves, functions = array.copy(), [], shared_memory._functions()
 
     def fails_once_moved(*arguments):
-        calls.append(arguments)
-        return move(*arguments) if len(calls) == 1 else move(*arguments[:4], -1, 0)
+        moves.append(arguments)
+        return functions.mmap(*arguments[:4], *arguments[4:] if len(moves) == 1 else (-1, 0))
 
+    def map_or_fail(*arguments):
+        is_move = arguments[3] & mmap.MAP_SHARED
+        return (fails_once_moved if is_move else functions.mmap)(*arguments)
+
+    failing = SimpleNamespace(mmap=map_or_fail, mremap=functions.mremap)
     monkeypatch.setattr(shared_memory, "_PIECE_BYTES", PAGE)
-    monkeypatch.setattr(shared_memory, "_map", lambda: fails_once_moved)
+    monkeypatch.setattr(shared_memory, "_functions", lambda: failing)
     with pytest.raises(TransportError, match="cannot be shared"):
         SharedMemory(1).share([bounds(array)])
-    assert len(calls) == 2
+    assert len(moves) == 2
     np.testing.assert_array_equal(array, before)
+    assert not are_shared_with_children(array)
     array[...] = 0
     assert not array.any()
 
@@ -153,6 +263,6 @@ def test_memory_that_its_owner_has_replaced_is_noticed():
     address = places[-1].address + PAGE
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
     writable = mmap.PROT_READ | mmap.PROT_WRITE
-    assert shared_memory._map()(address, PAGE, writable, anonymous, -1, 0) == address
+    assert shared_memory._functions().mmap(address, PAGE, writable, anonymous, -1, 0) == address
     assert not memory.is_intact()
     memory.close()
