@@ -158,6 +158,30 @@ def test_a_sender_that_knows_no_bound_takes_no_more_memory_than_one_that_does(mo
     b.close()
 
 
+def test_nobody_waits_for_the_message_of_a_dead_process_once_its_link_is_closed():
+    """UCX never ends it where memory is shared without cross-memory attach. The driver would look each millisecond."""
+    options = {"TLS": "sysv,posix,self"}
+    a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
+    _, there = met(a, doomed, 1)
+    tag = CONTROL_TAG_BIT | 7
+    doomed.call("send_control", there.endpoint, tag, bytes(4 << 20))
+
+    def step():
+        doomed.call("drive", 0.01)
+        a.progress()
+        assert not a.receive_control({tag: 4 << 20}), "it has arrived whole"
+
+    until(lambda: a.arriving_control, step)
+    doomed.kill()
+    doomed.child.wait(30)
+    assert a.receive_control({tag: 4 << 20}) == []
+    assert a.arriving_control
+    assert a.receive_control({}) == []
+    assert not a.arriving_control
+    a.close()
+    doomed.release()
+
+
 def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not():
     ours, longer, silent = (
         open_ucx_transport(options=TCP, tcp_segment_bytes=nbytes)

@@ -57,6 +57,8 @@ class ControlReceives:
     def take(self, limits: Mapping[int, int]) -> list[ControlEvent]:
         """See `UcxTransport.receive_control`."""
         self.has_begun = False
+        if self.arriving:
+            self._forget_closed(limits)
         events: list[ControlEvent] = []
         for _ in range(MAX_CONTROL_PER_CALL):
             message = self._libucp.find_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
@@ -68,6 +70,13 @@ class ControlReceives:
         if self.arriving:
             events += self._arrived()
         return events
+
+    def _forget_closed(self, limits: Mapping[int, int]) -> None:
+        """Wait no more for messages of tags that are known no more. Their memory stays until UCX has released it, which
+        it never does if the sender died in the middle of a message within the host.
+        """
+        for tag in self.arriving.keys() - limits.keys():
+            del self.arriving[tag], self._held_bytes[tag]
 
     def _accept(self, message: Unexpected, limits: Mapping[int, int]) -> ControlEvent | None:
         """Begin to receive a message, unless it may take no memory. Returns its event if it is over at once."""
