@@ -285,6 +285,7 @@ class RemoteEngines:
             theirs = geometry.rank_geometry(rank)
             worker = RemoteWorker(engine, link, theirs, now, self._settings.timeout_s)
             engine.workers[rank] = link.peer = worker
+            engine.ungreeted.add(worker)
             self._links.open_link(link, entry.control_address, entry.public_key, version)
             self._links.send_hello(link, segments.get(rank, ()))
 
@@ -314,7 +315,9 @@ class RemoteEngines:
             return
         else:
             worker.warm = True
-        if all(w.answered and w.warm for w in engine.workers.values()):
+        if worker.answered and worker.warm:
+            engine.ungreeted.discard(worker)
+        if not engine.ungreeted:
             self._ready_now(engine, now)
 
     def _pools_changed(
@@ -347,6 +350,7 @@ class RemoteEngines:
         self._leave_queue(engine)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
+        engine.silent_at = now  # the first tick looks when that will be
         engine.loads.num_due_now = len(
             engine.loads.heartbeat_queue
         )  # the engine knows none of them yet
@@ -393,15 +397,15 @@ class RemoteEngines:
                 state=engine.state.value,
                 waited_s=self.patience_s(engine),
             )
-        for rank, worker in engine.workers.items():
-            if worker.silent_at <= now:
-                return PeerLostError(
-                    "a producer rank went silent",
-                    engine=engine.name.engine_id,
-                    rank=str(rank),
-                    timeout_s=worker.timeout_s,
-                )
-        return None
+        rank = engine.find_silent(now)
+        if rank is None:
+            return None
+        return PeerLostError(
+            "a producer rank went silent",
+            engine=engine.name.engine_id,
+            rank=str(rank),
+            timeout_s=engine.workers[rank].timeout_s,
+        )
 
     def _heartbeats(self, engine: RemoteEngine, now: float) -> None:
         """Send a heartbeat with the next transfers to all workers. New ones are named at once, the others in turn."""
@@ -465,6 +469,7 @@ class RemoteEngines:
             link.peer = None
             self._links.close_link(link)
         engine.workers = {}
+        engine.ungreeted = set()
         engine.directory_link = None
 
 

@@ -522,7 +522,7 @@ class EngineLoads:
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
-        left_bytes = MAX_NAMED_BYTES
+        left_bytes, sources = MAX_NAMED_BYTES, {*links}
         for _ in range(min(limit, len(self.heartbeat_queue))):
             load = next(iter(self.heartbeat_queue))
             left_bytes -= len(load.key.transfer_id.encode())
@@ -531,7 +531,7 @@ class EngineLoads:
             self.heartbeat_queue.move_to_end(load)
             self.num_due_now = max(0, self.num_due_now - 1)
             key = load.key
-            if not load.is_followed or load.progress.keys() >= {*links}:
+            if not load.is_followed or load.progress.keys() >= sources:
                 renewed.append(key)
             else:
                 followed.append(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
@@ -544,8 +544,10 @@ class RemoteEngine(Tracked[EngineState]):
     `chunk_bytes` is the longest chunk that we and all of its workers take, and it `was_ready`, even if it is lost.
 
     `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
-    was asked for the very workers that we need. The next heartbeat is due at `heartbeat_at`. `unsent_endings` are sent
-    once it has greeted us. `reads` are those whose slots are not free yet. `loss` is why it was lost last.
+    was asked for the very workers that we need. `ungreeted` are those that have not answered or are not warm yet. All
+    are looked at when it is `silent_at`, before which none is given up. The next heartbeat is due at `heartbeat_at`.
+    `unsent_endings` are sent once it has greeted us. `reads` are those whose slots are not free yet. `loss` is why it
+    was lost last.
     """
 
     def __init__(self, table: Table[EngineState], name: EngineAddress) -> None:
@@ -562,6 +564,8 @@ class RemoteEngine(Tracked[EngineState]):
         self.row_tokens: tuple[int, ...] = ()
         self.chunk_bytes = 0
         self.workers: dict[Rank, RemoteWorker] = {}
+        self.ungreeted: set[RemoteWorker] = set()
+        self.silent_at = NEVER
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
         self.reads: dict[int, RankRead] = {}
@@ -579,14 +583,27 @@ class RemoteEngine(Tracked[EngineState]):
 
     @property
     def deadline(self) -> float:
-        """The time at which a heartbeat is due, a worker or an attempt is given up, or a pause ends."""
+        """The time at which a heartbeat is due, silent workers are looked for, an attempt is given up, or a pause ends.
+        Every event of a link asks for it, so it costs the same for any number of workers.
+        """
         if self.state is EngineState.HELLO:
             return min(self.until, self.heartbeat_at)
         if self.state is not EngineState.READY:
             return self.until if self.state is not EngineState.UNKNOWN else NEVER
         if self.unsent_endings or self.loads.num_due_now:
             return AT_ONCE  # the next tick goes on with them
-        return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
+        return min(self.heartbeat_at, self.silent_at)
+
+    def find_silent(self, now: float) -> Rank | None:
+        """Return the rank of a worker that has been silent for too long, None if there is none. The workers are looked
+        at once in a timeout: what they answer meanwhile only extends it.
+        """
+        if now < self.silent_at:
+            return None
+        self.silent_at = min([worker.silent_at for worker in self.workers.values()], default=NEVER)
+        if now < self.silent_at:
+            return None
+        return next(rank for rank, worker in self.workers.items() if worker.silent_at <= now)
 
     def heartbeat_interval_s(self, ours_s: float) -> float:
         """Return the seconds within which each transfer is named: our setting, or less, so that three heartbeats fit

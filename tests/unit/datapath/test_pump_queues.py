@@ -1,12 +1,11 @@
 """Reads that wait for slots or for their turn: one read's work does not depend on how many others wait."""
 
-import sys
-
 import pytest
 
 from kvconnector.datapath.pump.direct_reads import MAX_READS
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
+from tests.support.lines import lines_of
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
 from tests.unit.datapath.pump_pair import READS, both_programs, receive_of
 
@@ -14,24 +13,6 @@ pytestmark = pytest.mark.ucx
 
 TOKENS = range(48)
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
-
-
-def lines_of(*calls):
-    """Return the number of Python lines that some calls execute."""
-    count = 0
-
-    def see(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return see
-
-    sys.settrace(see)
-    try:
-        for call in calls:
-            call()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 @pytest.mark.parametrize("num_waiting", [4, 400])

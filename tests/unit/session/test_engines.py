@@ -18,9 +18,11 @@ from kvconnector.wire import messages as m
 from kvconnector.wire import versions
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import attention_model
+from tests.support.lines import lines_of
 from tests.unit.session import harness
 
 WIDE = {"tp_size": 2}
+MANY_HEADS = attention_model(num_layers=2, total_heads=64, head_dim=2)
 
 
 @pytest.fixture
@@ -68,6 +70,37 @@ def test_a_silent_engine_fails_its_loads_and_is_retried(side):
     )
     side.handle(harness.want("v"))
     assert harness.of(side.tick(1.0), "open_link")
+
+
+def _lines_of_a_workers_events(num_workers):
+    """Return the lines executed for an answer to a greeting, and for one to a heartbeat."""
+    side = harness.consumer(geometry=harness.engine("d", model=MANY_HEADS))
+    opened = harness.resolve(side, harness.engine(tp_size=num_workers, model=MANY_HEADS))
+    *others, measured, last = [each.link for each in opened]
+    assert len(others) == num_workers - 2
+    for link in others:
+        side.handle(*harness.accepted(link))
+    greeting = lines_of(lambda: side.handle(*harness.accepted(measured)))
+    side.handle(*harness.accepted(last))
+    side.settle()
+    return greeting, lines_of(lambda: side.handle(harness.heartbeat_reply(measured)))
+
+
+def test_a_workers_event_is_as_much_work_for_any_number_of_workers():
+    assert _lines_of_a_workers_events(64) == _lines_of_a_workers_events(4)
+
+
+def test_each_silent_worker_is_noticed_in_its_own_time():
+    side = harness.consumer(geometry=harness.engine("d", model=MANY_HEADS))
+    links = harness.connect(side, harness.engine(tp_size=4, model=MANY_HEADS))
+    for second in range(1, 3 * int(harness.PEER_S)):
+        lost = harness.of(side.tick(1.0), "close_link")
+        if lost:
+            break
+        # the last one never answers, the others do until half of the time is over
+        for link in links[: 3 if second < harness.PEER_S / 2 else 2]:
+            side.handle(harness.heartbeat_reply(link))
+    assert second == harness.PEER_S
 
 
 def test_an_engine_without_requests_is_not_retried(side):
