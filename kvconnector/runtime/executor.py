@@ -73,16 +73,9 @@ class SessionLinks(LinkPort):
 
     def send(self, link: Link, message: m.Message) -> None:
         if isinstance(message, m.HelloReply) and not message.refusal:
-            message = self._with_inbox(link, message)
+            inbox = self._links.answer_inbox(link, self._datapath.sends.endpoint(link))
+            message = msgspec.structs.replace(message, control=inbox)
         self._links.send(link, message)
-
-    def _with_inbox(self, link: Link, reply: m.HelloReply) -> m.HelloReply:
-        """Name an inbox to a consumer that has named one, and that this producer has an endpoint to, once."""
-        endpoint = self._datapath.sends.endpoint(link)
-        if not endpoint or not self._links.has_peer_inbox(link) or self._links.has_inbox(link):
-            return reply
-        self._links.use_endpoint(link, endpoint)
-        return msgspec.structs.replace(reply, control=self._links.open_inbox(link))
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:

@@ -253,15 +253,16 @@ class Links:
             connection.sealer = connection.sealer or Sealer(Inbox(peer.inbox_id, peer.key))
             connection.max_message_bytes = connection.max_message_bytes or peer.max_message_bytes
 
-    def has_peer_inbox(self, link: Link) -> bool:
-        """Returns True if the peer's greeting has named an inbox."""
+    def answer_inbox(self, link: Link, endpoint: int) -> m.ControlInbox | None:
+        """Open the inbox that our answer to a greeting names, and send through an endpoint of the transport from now
+        on, see `use_endpoint`. Returns None if the answer is to name none: the greeting has not, an earlier answer has,
+        or `endpoint` is 0, so there is none.
+        """
         connection = self._connections.get(link)
-        return connection is not None and connection.sealer is not None
-
-    def has_inbox(self, link: Link) -> bool:
-        """Returns True if our greeting has named an inbox."""
-        connection = self._connections.get(link)
-        return connection is not None and connection.tag != 0
+        if connection is None or connection.sealer is None or connection.tag or not endpoint:
+            return None
+        self.use_endpoint(link, endpoint)
+        return self.open_inbox(link)
 
     def use_endpoint(self, link: Link, endpoint: int) -> None:
         """Send messages through an endpoint of the transport from now on, if both sides name an inbox. It stays open

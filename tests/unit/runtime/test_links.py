@@ -68,10 +68,11 @@ class Pair:
         d.send("hello")
         assert texts(p.poll()) == ["hello"]
         p.links.set_peer_inbox(p.link, inbox)
-        self.reply = None
-        if p.links.has_peer_inbox(p.link):
-            p.links.use_endpoint(p.link, p.transport.connect(d.transport.address))
-            self.reply = p.links.open_inbox(p.link)
+        endpoint = p.transport.connect(d.transport.address)
+        assert p.links.answer_inbox(p.link, 0) is None
+        self.reply = p.links.answer_inbox(p.link, endpoint)
+        # a later answer, which only replaces the export, names no other inbox
+        assert p.links.answer_inbox(p.link, endpoint) is None
         p.send("welcome", m.HelloReply, incarnation="p")
         assert texts(d.poll()) == ["welcome"]
         d.links.set_peer_inbox(d.link, self.reply)
