@@ -11,9 +11,9 @@ import pytest
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport.ucx import abi, library, load_library
 from tests.support.forked import run_python
+from tests.support.headers import needs_compiler, numbers_of, offsets_of
 
 pytestmark = pytest.mark.ucx
-needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
 def in_a_new_process(program, **variables):
@@ -197,18 +197,31 @@ def test_the_log_names_it_once():
     assert "tcp" in record
 
 
-HEADERS = {
-    "ucp_params_t": (abi.ContextParams, "field_mask features"),
-    "ucp_worker_params_t": (abi.WorkerParams, "field_mask thread_mode"),
+def as_named(fields):
+    return {field: field for field in fields.split()}
+
+
+STRUCTS = {
+    "ucp_params_t": (abi.ContextParams, as_named("field_mask features")),
+    "ucp_worker_params_t": (abi.WorkerParams, as_named("field_mask thread_mode")),
     "ucp_request_param_t": (
         abi.RequestParam,
-        "op_attr_mask flags request datatype user_data reply_buffer memory_type recv_info",
+        as_named("op_attr_mask flags request datatype user_data reply_buffer memory_type recv_info")
+        | {"cb": "callback"},
     ),
-    "ucp_ep_params_t": (abi.EpParams, "field_mask address err_mode"),
-    "ucp_ep_attr_t": (abi.EpAttr, "field_mask name local_sockaddr remote_sockaddr user_data"),
-    "ucp_tag_recv_info_t": (abi.TagInfo, "sender_tag length"),
-    "ucp_transport_entry_t": (abi.TransportEntry, "transport_name device_name"),
-    "uct_component_attr_t": (abi.ComponentAttr, "field_mask name"),
+    "ucp_ep_params_t": (
+        abi.EpParams,
+        as_named("field_mask address err_mode")
+        | {"err_handler.cb": "err_callback", "err_handler.arg": "err_arg"},
+    ),
+    "ucp_ep_attr_t": (
+        abi.EpAttr,
+        as_named("field_mask name local_sockaddr remote_sockaddr user_data")
+        | {f"transports.{name}": name for name in ("entries", "num_entries", "entry_size")},
+    ),
+    "ucp_tag_recv_info_t": (abi.TagInfo, as_named("sender_tag length")),
+    "ucp_transport_entry_t": (abi.TransportEntry, as_named("transport_name device_name")),
+    "uct_component_attr_t": (abi.ComponentAttr, as_named("field_mask name")),
 }
 CONSTANTS = {
     "UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP": abi.FEATURE_TAG | abi.FEATURE_WAKEUP,
@@ -230,6 +243,11 @@ CONSTANTS = {
     "UCS_ERR_MESSAGE_TRUNCATED": abi.ERR_MESSAGE_TRUNCATED,
     "UCS_ERR_BUSY": abi.ERR_BUSY,
     "UCS_ERR_CANCELED": abi.ERR_CANCELED,
+    "UCS_ERR_IO_ERROR": abi.ERR_IO_ERROR,
+    "UCS_ERR_LAST": abi.ERR_LAST,
+    "sizeof(ucs_status_t)": ctypes.sizeof(abi.Status),
+    "sizeof(ucp_tag_recv_info_t)": ctypes.sizeof(abi.TagInfo),
+    "sizeof(ucp_transport_entry_t)": ctypes.sizeof(abi.TransportEntry),
 }
 
 
@@ -238,28 +256,10 @@ def test_structs_and_constants_are_those_of_the_headers(wheel, tmp_path):
     headers = wheel.parent / "include"
     if not headers.is_dir():
         pytest.skip("the wheel has no headers")
-    expressions = [
-        f"offsetof({name}, {field})"
-        for name, (_, fields) in HEADERS.items()
-        for field in fields.split()
-    ] + list(CONSTANTS)
-    source = tmp_path / "print.c"
-    source.write_text(
-        "#include <stddef.h>\n#include <stdio.h>\n#include <ucp/api/ucp.h>\n#include <uct/api/uct.h>\n"
-        "int main(void) {\n"
-        + "".join(f'printf("%d\\n", (int)({each}));\n' for each in expressions)
-        + "".join(f'printf("%d\\n", (int)sizeof({name}));\n' for name in HEADERS)
-        + "}\n"
-    )
-    program = tmp_path / "print"
-    subprocess.run(["gcc", f"-I{headers}", "-o", program, source], check=True)
-    numbers = list(map(int, subprocess.check_output([program], text=True).split()))
-    ours = [
-        getattr(kind, field).offset for kind, names in HEADERS.values() for field in names.split()
-    ]
-    ours += CONSTANTS.values()
-    assert dict(zip(expressions, numbers, strict=False)) == dict(
-        zip(expressions, ours, strict=True)
-    )
-    for (kind, _), nbytes in zip(HEADERS.values(), numbers[len(ours) :], strict=True):
-        assert ctypes.sizeof(kind) >= nbytes, kind  # UCX may read what its mask does not name
+    ours = offsets_of(STRUCTS) | CONSTANTS
+    sizes = {f"sizeof({name})": kind for name, (kind, _) in STRUCTS.items()}
+    places = ("ucp/api/ucp.h", "uct/api/uct.h")
+    found = numbers_of([*ours, *sizes], places, tmp_path, [headers])
+    assert {each: found[each] for each in ours} == ours
+    for size, kind in sizes.items():
+        assert ctypes.sizeof(kind) >= found[size], kind  # UCX may read what its mask does not name
