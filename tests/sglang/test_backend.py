@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from array import array
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from kvconnector.errors import (
     RemoteError,
     TransferAbortedError,
 )
+from kvconnector.integrations.identity import digest_of
+from kvconnector.integrations.sglang.digests import PromptDigests
 from tests.sglang.listed import hybrid_pool, listed
 from tests.sglang.pure.registry import PrefillApi, Registry
 from tests.support.ports import free_ports
@@ -270,6 +273,7 @@ def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
 def test_a_request_of_a_named_engine_knows_its_prompt_and_its_models_tokens(backend):
     receiver = backend.LoadedPrompt.__new__(backend.LoadedPrompt)
     receiver.is_of_named_engine = True
+    receiver.kv_mgr = SimpleNamespace(digests=PromptDigests())
     scheduler = SimpleNamespace(
         sliding_window_size=None,
         forward_stream=None,
@@ -280,7 +284,36 @@ def test_a_request_of_a_named_engine_knows_its_prompt_and_its_models_tokens(back
     request = SimpleNamespace(origin_input_ids=[4, 5, 6], **plain)
     decode_req = SimpleNamespace(kv_receiver=receiver, req=request)
     backend.note_length(SimpleNamespace(scheduler=scheduler), decode_req, range(3))
-    assert (receiver.prompt, receiver.vocab_size) == ([4, 5, 6], 99)
+    known = receiver.prompt_tokens, receiver.prompt_digest(), receiver.vocab_size
+    assert known == (3, digest_of([4, 5, 6]), 99)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 5000])
+def test_a_sender_that_sglang_creates_has_the_digest_of_its_prompt(
+    backend, num_tokens, monkeypatch
+):
+    from sglang.srt.disaggregation import prefill as queues
+
+    monkeypatch.setattr(queues, "get_kv_class", lambda *_: backend.KVSender)
+    port = backend.get_disagg().disaggregation_bootstrap_port
+    with closing(Side(backend, "prefill", 16, "cpu")) as side:
+        queue = SimpleNamespace(
+            kv_manager=side.manager,
+            bootstrap_port=port,
+            transfer_backend=None,
+            _check_if_req_exceed_kv_capacity=lambda _: False,
+            _process_req=lambda _: None,
+        )
+        request = SimpleNamespace(
+            origin_input_ids=array("q", range(num_tokens)),
+            bootstrap_host="127.0.0.1",
+            bootstrap_room=5,
+            disagg_prefill_dp_rank=None,
+        )
+        assert queues.PrefillBootstrapQueue.create_sender(queue, request, 1)
+        sender = request.disagg_kv_sender
+        assert sender.prompt_digest() == digest_of(range(num_tokens))
+        sender.clear()
 
 
 @pytest.mark.parametrize("device", DEVICES)

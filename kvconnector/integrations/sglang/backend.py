@@ -64,13 +64,15 @@ from kvconnector.integrations.sglang.transfers import (
 logger = logging.getLogger(__name__)
 
 DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
+CREATE_SENDER = f"{PREFILL_QUEUE}.create_sender"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
 METADATA = "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"
 REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._check_if_req_exceed_kv_capacity",
+    f"{PREFILL_QUEUE}._check_if_req_exceed_kv_capacity",
 )
 """What both queues call with each new request, before anything else looks at its fields."""
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
@@ -214,6 +216,7 @@ def hook_queues() -> None:
     """Put our hooks into SGLang's queues, once in a process."""
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
     HookRegistry.register(METADATA, note_end, HookType.BEFORE)
+    HookRegistry.register(CREATE_SENDER, create_sender, HookType.AROUND)
     HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)
     HookRegistry.register(REDUCTION, agree, HookType.AROUND)
     for method in ADMISSIONS:
@@ -236,6 +239,17 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
     return True
+
+
+def create_sender(
+    original: Callable[..., bool], queue: Any, req: Any, *arguments: Any, **options: Any
+) -> bool:
+    """Begin with what the end of a prompt will need of its tokens: a hook around SGLang's method of this name."""
+    is_created = original(queue, req, *arguments, **options)
+    sender = getattr(req, "disagg_kv_sender", None)
+    if is_created and isinstance(sender, SentPrompt):
+        sender.prompt_digest = queue.kv_manager.digests.begin(req.origin_input_ids)
+    return is_created
 
 
 def create_receiver(
@@ -288,7 +302,9 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
     if isinstance(receiver, LoadedPrompt) and receiver.is_of_named_engine:
-        receiver.prompt = decode_req.req.origin_input_ids
+        prompt = decode_req.req.origin_input_ids
+        receiver.prompt_tokens = len(prompt)
+        receiver.prompt_digest = receiver.kv_mgr.digests.begin(prompt)
         receiver.context = context_of(decode_req.req)
         receiver.vocab_size = scheduler.model_config.vocab_size
     receiver.window_tokens = scheduler.sliding_window_size
@@ -300,8 +316,9 @@ def note_end(buffers: Any, req: Any) -> None:
     """Record the end of a prompt on its sender, for decode engines of another kind: a hook before `set_buf`, which
     fills the row of metadata for those of SGLang.
     """
-    if isinstance(req.disagg_kv_sender, SentPrompt):
-        req.disagg_kv_sender.prompt_end = prompt_end_of(req)
+    sender = req.disagg_kv_sender
+    if isinstance(sender, SentPrompt):
+        sender.prompt_end = prompt_end_of(req, sender.prompt_digest())
 
 
 def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:

@@ -11,7 +11,6 @@ from kvconnector.integrations.identity import (
     Identity,
     PromptEnd,
     content_digest,
-    digest_of,
     drawing_digest,
 )
 
@@ -58,14 +57,15 @@ def digest_of_drawing(params: Any) -> str:
     return drawing_digest([*shape, params.repetition_penalty, None, None, None, None])
 
 
-def prompt_end_of(req: Any) -> bytes:
+def prompt_end_of(req: Any, tokens_digest: str) -> bytes:
     """Return the end of a request's prompt, encoded: what was computed, and the token that was sampled.
 
     Args:
         req: SGLang's request, whose prompt is computed.
+        tokens_digest: `identity.digest_of` of its prompt.
     """
-    prompt = req.origin_input_ids
-    computed = Identity(len(prompt), digest_of(prompt), context_of(req))
+    num_tokens = len(req.origin_input_ids)
+    computed = Identity(num_tokens, tokens_digest, context_of(req))
     drawn = digest_of_drawing(req.sampling_params)
     token = int(req.output_ids[0]) if drawn and req.output_ids else None
-    return msgspec.msgpack.encode(PromptEnd(token, drawn, len(prompt), computed))
+    return msgspec.msgpack.encode(PromptEnd(token, drawn, num_tokens, computed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
+from kvconnector.integrations.sglang.digests import PromptDigests
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.recompute import Recomputer
 from kvconnector.integrations.sglang.registry import Finder, Poster
@@ -105,6 +106,7 @@ class RankTransfers:
         )
         with ExitStack() as started:
             started.callback(self.worker.close)
+            self.digests = started.enter_context(closing(PromptDigests()))
             # engines of other kinds have no rows of metadata
             num_optional = sum(kind.is_draft or kind.kind == "row" for kind in kinds)
             self.worker.register(groups, num_optional=num_optional)

@@ -55,7 +55,7 @@ from kvconnector.errors import (
     TransferAbortedError,
     UnknownRequestError,
 )
-from kvconnector.integrations.identity import Identity, PromptEnd, check_identity, digest_of
+from kvconnector.integrations.identity import Identity, PromptEnd, check_identity
 from kvconnector.integrations.sglang.fields import named_engine
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
@@ -110,6 +110,8 @@ class RoomTransfer:
         self._names = self.request_id, *transfer_names(self.room)
         self.prompt_end = b""
         """What the prefill engine says of the prompt at its end, to decode engines of another kind."""
+        self.prompt_digest: Callable[[], str] = str
+        """Returns the digest of the prompt's tokens, which such an engine compares; "" before our hook has run."""
         self.held_s = 0.0
         """Seconds that a prompt's transfer took, once it has ended."""
         self._row = 0
@@ -326,9 +328,9 @@ class LoadedPrompt(RoomTransfer):
         self.stage = Stage.BOOTSTRAPPING
         self.is_of_named_engine = bool(named_engine(bootstrap_addr))
         """True if the router named the engine itself, which is of another kind."""
-        self.prompt: Sequence[int] = ()
+        self.prompt_tokens = 0
         self.context: Mapping[str, str] = {}
-        """The prompt's tokens, and what else its cache depends on: compared with what such an engine computed."""
+        """The prompt's length, and what else its cache depends on: compared with what such an engine computed."""
         self._is_sought = False
         self._registry: HostPort | None = None
         self._find_until_s = 0.0
@@ -469,7 +471,7 @@ class LoadedPrompt(RoomTransfer):
         with self.kv_mgr.after():
             if self.kv_mgr.rows.spread(self._row):
                 return
-            own = Identity(len(self.prompt), digest_of(self.prompt), dict(self.context))
+            own = Identity(self.prompt_tokens, self.prompt_digest(), dict(self.context))
             check_identity(self.prompt_end, (own,))
             token = PromptEnd.decode(self.prompt_end).token
             if token is None or not 0 <= token < self.vocab_size:

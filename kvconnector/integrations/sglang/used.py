@@ -121,6 +121,7 @@ ENTRIES: tuple[Entry, ...] = (
     # what it hooks and asks
     Name(f"{DECODE}:DecodePreallocQueue._send_kv_metadata", ("decode_req", "kv_indices")),
     Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
+    Name(f"{PREFILL}:PrefillBootstrapQueue.create_sender", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
     Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),

@@ -182,6 +182,8 @@ def want(decode, prefill, room, prompt):
     """Let all ranks of SGLang's decode engine look for a prompt."""
     found = [LoadedPrompt(rank, prefill.where, room) for rank in decode.ranks]
     for each in found:
-        each.prompt, each.vocab_size = prompt, VOCABULARY
+        each.vocab_size = VOCABULARY
+        each.prompt_tokens = len(prompt)
+        each.prompt_digest = each.kv_mgr.digests.begin(prompt)
         each.init(0)
     return found

@@ -85,9 +85,14 @@ def _request(**changes):
     )
 
 
+def _end_of(**changes):
+    req = _request(**changes)
+    return prompt_end_of(req, digest_of(req.origin_input_ids))
+
+
 @pytest.mark.parametrize("kind", [list, tuple, lambda tokens: array("q", tokens)])
 def test_the_end_says_what_was_computed_and_the_greedy_token(kind):
-    end = PromptEnd.decode(prompt_end_of(_request(prompt=kind([3, 5, 8]))))
+    end = PromptEnd.decode(_end_of(prompt=kind([3, 5, 8])))
     assert (end.token, end.sampling_digest, end.num_tokens) == (77, GREEDY, 3)
     assert (end.identity.tokens_digest, end.identity.context) == (digest_of([3, 5, 8]), {})
 
@@ -104,7 +109,7 @@ def test_the_end_says_what_was_computed_and_the_greedy_token(kind):
     ids=str,
 )
 def test_a_token_that_another_kind_may_not_use_is_not_sent(changes):
-    end = PromptEnd.decode(prompt_end_of(_request(**changes)))
+    end = PromptEnd.decode(_end_of(**changes))
     assert (end.token, end.num_tokens) == (None, 3)
     assert end.identity is not None
 
@@ -112,8 +117,7 @@ def test_a_token_that_another_kind_may_not_use_is_not_sent(changes):
 def test_a_sampled_token_has_the_digest_of_its_distribution():
     drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": TOP_K_ALL}
     one, same, other = (
-        PromptEnd.decode(prompt_end_of(_request(**drawn, min_p=min_p))).sampling_digest
-        for min_p in (0.0, 0.0, 0.1)
+        PromptEnd.decode(_end_of(**drawn, min_p=min_p)).sampling_digest for min_p in (0.0, 0.0, 0.1)
     )
     assert one == same
     assert len({one, other, GREEDY}) == 3
@@ -124,6 +128,6 @@ def test_a_sampled_token_has_the_digest_of_its_distribution():
     [("lora_id", "a"), ("cache_salt", "s"), ("multimodal_inputs", 1), ("input_embeds", [[0.1]])],
 )
 def test_what_a_cache_depends_on_besides_tokens_is_said(name, value):
-    end = prompt_end_of(_request(**{name: value}))
+    end = _end_of(**{name: value})
     assert PromptEnd.decode(end).identity.context
     assert len(end) <= 256
