@@ -148,3 +148,24 @@ def test_a_lost_cache_of_one_kind_shows_in_the_tokens(layer, kind):
     damaged = generate(config, prompt, 24, after_prefill=lose)
     differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
     assert token_ids(damaged) != token_ids(expected) or max(differences) > LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "layer,kind", [(0, "latents"), (0, "fine_compressor"), (1, "coarse_compressor")]
+)
+def test_one_wrong_state_is_a_wrong_token(layer, kind):
+    """Of the prompt's last token alone: its row closes within the 48 tokens that follow."""
+    config, prompt = ModelConfig(architecture="compressed"), prompt_of(301)
+    last = len(prompt) - 1
+
+    def lose(engine):
+        cache, name = engine.rank.cache, cache_name(layer, kind)
+        group = cache.group_of[name]
+        size = cache.groups[group].kernel_block_rows
+        block = engine.scheduler.blocks.tables("r")[group][last // size]
+        (part,) = cache.parts[name]
+        assert part[block, :, last % size].any()
+        part[block, :, last % size] = 0
+
+    damaged = generate(config, prompt, 48, after_prefill=lose)
+    assert token_ids(damaged) != token_ids(generated(config, tuple(prompt), 48))
