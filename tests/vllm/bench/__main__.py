@@ -21,11 +21,12 @@ from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import NIXL, OURS, environment, in_own_process, say
 from tests.vllm.harness.runner import model_paths, preload, specs_of
 
-TIER = "tier"
+TIER, PACKED = "tier", "packed"
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
 """Shares of each prompt that the decode engine's tier has."""
 STREAMED = {OURS: "streamed", "computed": "computed-streamed"}
 """Pairs whose engines are also asked both at once, mapped to that contender's name."""
+V4_PRO = "deepseek-v4-pro"
 PLANS = {
     "cpu": Plan(
         lengths=[128, 512], step_tokens=256, burst_requests=4, burst_tokens=256, churn_tokens=0
@@ -37,7 +38,31 @@ PLANS = {
         burst_tokens=4096,
         churn_tokens=150_000,
     ),
+    # blocks of 1.4 MB, which are read whole or not: it does not matter where they are. Steps are slow: few tokens
+    V4_PRO: Plan(
+        lengths=[1000, 8192, 65536],
+        step_tokens=4096,
+        burst_requests=0,
+        burst_tokens=0,
+        churn_tokens=0,
+        answer_tokens=2,
+        candidates=1,
+    ),
 }
+ENGINES = {
+    "llama-8b": {"block_size": 16, "cache_bytes": 1 << 33, "arguments": {}},
+    V4_PRO: {
+        "block_size": 256,
+        "cache_bytes": 6 << 30,
+        "arguments": {
+            "kv_cache_dtype": "fp8",
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.1,
+        },
+    },
+}
+MODELS = {"llama-8b": {"kind": "llama-8b"}, V4_PRO: {"kind": "deepseek-v4", "layers": 61}}
+"""On GPUs: Llama-3.1 8B, and a model with all of DeepSeek-V4-Pro's caches, whose other sizes are small."""
 
 
 def main():
@@ -56,7 +81,8 @@ def main():
 
     facts = environment(device=device.name, vllm=vllm.__version__)
     command, plan = shlex.join(["scripts/bench_vllm", *sys.argv[1:]]), _plan(arguments)
-    cases = [_case(name, plan, device.kind) for name in arguments.connectors.split(",")]
+    connectors = arguments.connectors.split(",")
+    cases = [_case(name, plan, device.kind, arguments.model) for name in connectors]
     in_own_process(lambda: model_paths(cases[0], folder))
 
     def keep(turns):
@@ -73,9 +99,12 @@ def main():
         contenders = {}
         for name, pair in pairs.items():
             shares = TIER_SHARES if name == TIER else {name: None}
-            contenders |= {each: Contender(pair, in_tier=share) for each, share in shares.items()}
-            if name in STREAMED:
-                contenders[STREAMED[name]] = Contender(pair, is_streamed=True)
+            contenders |= {
+                each: Contender(pair, plan.answer_tokens, in_tier=share)
+                for each, share in shares.items()
+            }
+            if name in STREAMED and arguments.model != V4_PRO:
+                contenders[STREAMED[name]] = Contender(pair, plan.answer_tokens, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
         is_whole = False
         with suppress(KeyboardInterrupt):  # its earlier results are kept
@@ -96,9 +125,12 @@ def parse():
     parser.add_argument(
         "--connectors",
         default=f"{OURS},{NIXL}" if has_nixl else OURS,
-        help=f"of {OURS}, {NIXL}, computed ({OURS} with first_token=never), {TIER} ({OURS} beside vLLM's"
+        help=f"of {OURS}, {NIXL}, packed ({OURS} without direct reads), computed ({OURS} with first_token=never),"
+        f" {TIER} ({OURS} beside vLLM's"
         " OffloadingConnector, which has none, most or all of each prompt)",
     )
+    parser.add_argument("--model", choices=list(MODELS), default="llama-8b", help="on GPUs")
+    parser.add_argument("--lengths", help="tokens of prompts, with commas between them")
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
@@ -113,12 +145,16 @@ def parse():
 
 
 def _plan(arguments):
-    plan = replace(PLANS[arguments.device], repetitions=arguments.repetitions)
+    is_v4 = arguments.device == "cuda" and arguments.model == V4_PRO
+    plan = PLANS[V4_PRO if is_v4 else arguments.device]
+    plan = replace(plan, repetitions=arguments.repetitions)
+    if arguments.lengths:
+        plan = replace(plan, lengths=[int(each) for each in arguments.lengths.split(",")])
     return replace(plan, step_tokens=arguments.step_tokens or plan.step_tokens)
 
 
-def _case(name, plan, kind):
-    """Two engines of a small model on the CPU; on GPUs of Llama-3.1 8B's shape, with weights that each engine makes."""
+def _case(name, plan, kind, model):
+    """Two engines of a small model on the CPU; on GPUs of a `model` with weights that each engine makes."""
     arguments = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
     if kind == "cpu":
         arguments |= {"enforce_eager": True, "max_model_len": 4096}
@@ -130,14 +166,17 @@ def _case(name, plan, kind):
             "load_format": "dummy",
             "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
         }
-        sizes = {"block_size": 16, "cache_bytes": 1 << 33}
+        sizes = ENGINES[model]
+        arguments |= sizes["arguments"]
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if name == PACKED:
+        variables["KVCONNECTOR_PATHS_DIRECT"] = "never"
     engine = {**sizes, "arguments": arguments, "environment": variables}
     return Case(
         name,
         prefill=engine,
         decode=engine,
-        model={} if kind == "cpu" else {"kind": "llama-8b"},
+        model={} if kind == "cpu" else MODELS[model],
         # the same connector, but the decode engine computes the prompt's last token
         options={"first_token": "never"} if name == "computed" else {},
         found_by="ranges" if name == TIER else "path",

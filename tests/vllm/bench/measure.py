@@ -6,23 +6,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from tests.vllm.bench.report import BEST, FIRST, RIGHT, SECOND, TRANSFER
+from tests.vllm.bench.report import BEST, FIRST, RIGHT, SECOND
 from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import NoAnswerError
 
-ANSWER_TOKENS = 8
 BURSTS = 3
 CHURN_REQUESTS = 32
 CHURN_TOKENS = range(45, 900)
 WARM_UP = 2
-CANDIDATES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The requests of a run. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every
-    pool first, so that free blocks are scattered.
+    pool first, so that free blocks are scattered. A prompt is chosen of `candidates`. Without `burst_requests` no
+    requests come at once.
     """
 
     lengths: list[int]
@@ -31,6 +30,8 @@ class Plan:
     burst_requests: int
     burst_tokens: int
     churn_tokens: int
+    answer_tokens: int = 8
+    candidates: int = 32
 
 
 class Asked(NamedTuple):
@@ -48,6 +49,7 @@ class Contender:
     """
 
     pair: Pair
+    answer_tokens: int
     is_streamed: bool = False
     in_tier: float | None = None
 
@@ -57,7 +59,9 @@ class Contender:
         """
         pair = self.pair
         if self.is_streamed:
-            asked = [pair.begin_streamed(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+            asked = [
+                pair.begin_streamed(prompt, max_tokens=self.answer_tokens) for prompt in prompts
+            ]
             answers = [_good(pair.decode.answer(decode)) for _, decode in asked]
             offers = [_good(pair.prefill.answer(prefill)) for prefill, _ in asked]
             answered = max(offer.first for offer in offers)
@@ -69,7 +73,7 @@ class Contender:
 
     def decoded(self, prompts, params=None):
         params = params or [None] * len(prompts)
-        return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
+        return _all(self.pair.decode, zip(prompts, params, strict=True), self.answer_tokens)
 
     def forget(self, prompts):
         """Empty every cache, except for the tokens that the decode engine's tier should have."""
@@ -128,6 +132,8 @@ class Turns:
                     del self.samples[case]
                 self._each(partial(_request, prompt), case=case)
             self._keep(self)
+        if not plan.burst_requests:
+            return
         title = f"{plan.burst_requests} x {plan.burst_tokens} tokens at once, the last one's"
         burst = Asked(title, plan.burst_requests, plan.burst_tokens)
         for _ in range(BURSTS):
@@ -153,7 +159,9 @@ class Turns:
         apart, by the first prefill engine that answers, so that rounding does not decide the first token.
         """
         head = self._prompt(length - 1)
-        prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]
+        prompts = [head + self._prompt(1) for _ in range(self._plan.candidates)]
+        if len(prompts) == 1:
+            return prompts[0]
         gaps = []
 
         def ask(contender):
@@ -196,8 +204,8 @@ def _request(prompt, contender):
         SECOND: [first_s[0] + answer.second - answer.first],
         BEST: [again.first_token_s],
         RIGHT: [answer.tokens[0] == offer.tokens[0]],
-        # it came with a step's output, long before the last token
-        TRANSFER: contender.pair.decode.call("stats"),
+        # they came with a step's output, long before the last token
+        **contender.pair.decode.call("stats"),
     }
 
 

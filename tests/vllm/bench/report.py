@@ -12,13 +12,14 @@ from kvconnector.cli.bench import draw_handover
 
 FIRST, SECOND = "first token", "second token"
 """Times from the prefill engine's answer to the decode engine's first and second token."""
-TRANSFER, RIGHT = "transfer", "right"
+TRANSFER, BYTES, RIGHT = "transfer", "bytes", "right"
 BEST = "best possible"
 """First tokens of the same requests again, from the decode engine's prefix cache."""
 TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
     "computed-streamed": "kvconnector, first_token=never, streamed",
+    "packed": "kvconnector, packed",
     "nixl": "NixlConnector",
     "tier-0": "all from the prefill engine",
     "tier-80": "80 % from the tier",
@@ -43,12 +44,18 @@ def cases_of(turns):
             right = found.get(RIGHT, ())
             figures = {"prompts": asked.prompts, "prompt_tokens": asked.tokens}
             figures |= {"requests": len(right), "right": sum(right)} if right else {}
+            # of every transfer alike, since prompts are equally long
+            moved = int(max(found.get(BYTES, ()), default=0))
             for what in (FIRST, SECOND, BEST, TRANSFER):
                 if times := found.get(what):
                     kind = "variant" if measurements else "ours"
                     label = f"{TITLES.get(name, name)}: {what}"
                     own = figures if what == FIRST else {}
-                    measurements.append(Measurement(label, kind, tuple(times), figures=own))
+                    own |= (
+                        {"megabytes": round(moved / 1e6, 2)} if what == TRANSFER and moved else {}
+                    )
+                    nbytes = moved if what == TRANSFER else 0
+                    measurements.append(Measurement(label, kind, tuple(times), nbytes, own))
         notes = [f"{TITLES.get(name, name)} failed: {why}" for name, why in turns.errors.items()]
         if measurements:
             yield CaseResult(asked.title, tuple(measurements), tuple(notes))

@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from tests.vllm.bench.report import BYTES, TRANSFER
 from tests.vllm.harness.engine import Answer, sampling_of
 
 
@@ -31,10 +32,11 @@ async def _serve(pipe, spec):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    transfers = []
+    # of loads since they were last asked for
+    loads = {TRANSFER: [], BYTES: []}
 
     class Transfers(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
-        """Durations of loads, as the connector reports them."""
+        """Durations and bytes of loads, as the connector reports them."""
 
         def __init__(self, *_):
             pass
@@ -43,7 +45,8 @@ async def _serve(pipe, spec):
             stats = scheduler_stats and scheduler_stats.kv_connector_stats
             if stats:
                 of_ours = stats.get("KVConnector", stats)  # of a MultiConnector's child
-                transfers.extend(of_ours.get("transfer_duration", []))
+                loads[TRANSFER] += of_ours.get("transfer_duration", [])
+                loads[BYTES] += of_ours.get("bytes_transferred", [])
 
         def log_engine_initialized(self):
             pass
@@ -62,8 +65,8 @@ async def _serve(pipe, spec):
         elif command == "reset_cache":
             pipe.send((command, await engine.reset_prefix_cache(reset_connector=arguments[0])))
         else:
-            pipe.send((command, transfers.copy()))
-            transfers.clear()
+            pipe.send((command, dict(loads)))
+            loads |= {TRANSFER: [], BYTES: []}
     engine.shutdown()
 
 
