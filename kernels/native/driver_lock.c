@@ -25,8 +25,8 @@
  * wake-up costs at most `PARK_MS`.
  *
  * Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
- * work, so work that arrives meanwhile sets it again. The loop returns for it at once, or after `offer_work_ns`, in
- * which an engine's thread may take it.
+ * work, so work that arrives meanwhile sets it again. The driver's thread returns at once with what it found itself, and
+ * with what was reported after `offer_work_ns`, in which an engine's thread may take it.
  *
  * What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
  * never released stops every transfer of the worker for good; a `kvc_try_acquire` that releases the GIL lets an
@@ -83,18 +83,18 @@ void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run)
         await_release(state);
 }
 
-/* Returns true if the loop must return with work that it found or that was reported: at once if inline, else after the
- * time in which another thread may take the work. That time is short after an engine's order, since no other thread will
- * take what was found. */
+/* Returns true if the loop must return, with work that it found or that was reported. The driver's thread leaves what
+ * was reported to others for a while: mostly the thread that reported it works on it. What it found may still be taken
+ * by another thread while it waits for the GIL. */
 bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now)
 {
     if (run->owner == KVC_INLINE)
         return found || kvc_has_pending(state);
     if (found) {
         kvc_store(&state->lock->pending, 1);
-        if (state->offer_work_ns < KVC_NS_PER_MS)
-            return true;
-    } else if (!kvc_has_pending(state)) {
+        return true;
+    }
+    if (!kvc_has_pending(state)) {
         state->pending_ns = 0;
         return false;
     }

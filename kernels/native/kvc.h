@@ -361,7 +361,6 @@ struct kvc_state {
     int64_t complete_ns;   /* [P] since when a send is complete that the caller has not seen; 0 if none is */
     int64_t pending_ns;    /* [P] since when something is pending; 0 if nothing is */
     int64_t yield_gil_us;  /* [C] how long the driver's thread leaves GIL and lock to others after a shorter run */
-    int64_t left_loop_ns;  /* [P] when the driver's thread returned, to wait for the GIL */
     int64_t shared_gil_ns; /* [C] when it got the GIL after others could have it */
 };
 

@@ -234,7 +234,6 @@ const struct kvc_layout_entry kvc_layout[] = {
     FIELD(state, complete_ns),
     FIELD(state, pending_ns),
     FIELD(state, yield_gil_us),
-    FIELD(state, left_loop_ns),
     FIELD(state, shared_gil_ns),
     STRUCT(board_entry),
     FIELD(board_entry, key),

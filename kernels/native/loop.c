@@ -551,20 +551,6 @@ static void pause_between(struct kvc_state *state, const struct kvc_run *run, in
     kvc_lock_acquire(state, run);
 }
 
-/* Wait while pending work is offered to other threads; if for long, asleep, since no sleep is shorter than a
- * millisecond. */
-static void offer_work(struct kvc_state *state, const struct kvc_run *run, int64_t now)
-{
-    if (state->offer_work_ns < KVC_NS_PER_MS) {
-        pause_between(state, run, now);
-        return;
-    }
-    kvc_lock_release(state, run);
-    poll(state->wake_fd, 1, 1);
-    kvc_lock_acquire(state, run);
-    kvc_lock_forget_wakes(state);
-}
-
 /* Sleep until UCX or a watched descriptor is readable, or the time is over. */
 static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_t left_ns)
 {
@@ -577,15 +563,12 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
         kvc_lock_forget_wakes(state);
 }
 
-/* Pause while something may end any moment, else sleep. Returns true if it slept. */
+/* Pause while something may end any moment, or while pending work is offered to other threads, which no sleep is short
+ * enough for; else sleep. Returns true if it slept. */
 static bool rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
-    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state)) {
+    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state) || kvc_has_pending(state)) {
         pause_between(state, run, now);
-        return false;
-    }
-    if (kvc_has_pending(state)) {
-        offer_work(state, run, now);
         return false;
     }
     if (state->complete_ns && state->complete_ns + state->hold_report_ns - now < left_ns)
@@ -653,13 +636,11 @@ int64_t kvc_run_loop(struct kvc_state *state)
     int reason = move(state, run);
     if (!is_driver)
         return reason;
-    int64_t left_ns = state->left_loop_ns = kvc_now_ns(state);
+    int64_t left_ns = kvc_now_ns(state);
     kvc_store(&state->lock->looping, 0);
     kvc_lock_release(state, run);
     /* during a longer run others could have the GIL */
-    if (left_ns - entered_ns < state->yield_gil_us * 1000) {
+    if (left_ns - entered_ns < state->yield_gil_us * 1000)
         state->usleep((unsigned)state->yield_gil_us);
-        state->left_loop_ns = kvc_now_ns(state);
-    }
     return reason;
 }

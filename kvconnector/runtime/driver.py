@@ -240,7 +240,7 @@ class Driver:
         if self._events or self._inbox or self.links.with_unsent or self.links.has_arrived:
             return 0.0
         is_settled = self.links.control.is_settled
-        longest_s = pacing.MAX_SLEEP_S if is_settled else pacing.MAX_UNSETTLED_SLEEP_S
+        longest_s = pacing.MAX_SLEEP_S if is_settled else pacing.LOOK_AGAIN_S
         timeout_s = min(timeout_s, longest_s)
         return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 

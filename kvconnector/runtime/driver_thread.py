@@ -155,9 +155,9 @@ class DriverThread:
         """Do the work that the driver's thread would do if it had the GIL. Takes a microsecond if there is none."""
         if not self._datapath.lock.has_pending():
             return
-        progress = partial(Driver.progress_inline, limit_s=pacing.POLL_WORK_S)
-        if self._run_inline(pacing.POLL_LIMIT_S, progress) and self._datapath.lock.is_starved:
-            time.sleep(pacing.YIELD_S)
+        self._run_inline(
+            pacing.POLL_LIMIT_S, partial(Driver.progress_inline, limit_s=pacing.WORK_S)
+        )
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox. Returns False if `timeout_s` passed before."""
@@ -176,14 +176,14 @@ class DriverThread:
         assert driver is not None  # the driver got the orders
         producer, until_s = driver.producer, time.monotonic() + timeout_s
         assert producer is not None  # these are its orders
-        progress = partial(Driver.progress_inline, limit_s=pacing.POLL_WORK_S)
+        progress = partial(Driver.progress_inline, limit_s=pacing.WORK_S)
         # a queued order may still grant one
         while driver.num_queued or any(map(producer.holds, request_ids)):
             if time.monotonic() >= until_s:
                 logger.debug("withdrawn prompts can be read for longer: %s", request_ids)
                 return
             if not self._run_inline(pacing.WAIT_LIMIT_S, progress):
-                time.sleep(pacing.YIELD_S)
+                time.sleep(pacing.WAIT_LIMIT_S)
 
     def withdraw_pools(self, timeout_s: float) -> None:
         """Let no consumer map the caches' memory any more if it may be replaced: only once they have unmapped it, it is
@@ -203,7 +203,7 @@ class DriverThread:
         def look(driver: Driver) -> None:
             nonlocal left
             driver.withdraw_pools()
-            driver.progress_inline(pacing.POLL_WORK_S)
+            driver.progress_inline(pacing.WORK_S)
             left = sorted(driver.links.mappers)
 
         while left is None or left:

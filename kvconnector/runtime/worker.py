@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
-from kvconnector.datapath.pump.pacing import WORK_S
+from kvconnector.datapath.pump import pacing
 from kvconnector.errors import (
     ConfigError,
     GeometryError,
@@ -228,7 +228,7 @@ class Worker:
             if self._config.role != "consumer":
                 self._layers = self._layers_of(orders, pools)
             withdrawn = self._outbox.expect(orders)
-            thread.put(orders, inline_s=began_s + WORK_S - time.monotonic())
+            thread.put(orders, inline_s=began_s + pacing.WORK_S - time.monotonic())
             if withdrawn:
                 thread.await_withdrawal(withdrawn, WITHDRAW_S)
 
@@ -260,7 +260,7 @@ class Worker:
         self._is_quiet = True
         self._layers = None  # no lease has the layers that the step still writes
         if orders := self._outbox.give_up():
-            thread.put(orders, inline_s=WORK_S)
+            thread.put(orders, inline_s=pacing.WORK_S)
         until_s = time.monotonic() + timeout_s
         while awaited := self._outbox.awaited():
             left_s = until_s - time.monotonic()

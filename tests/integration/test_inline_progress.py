@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from kvconnector.datapath.pump import pacing
 from kvconnector.runtime.driver import Driver
 from tests.integration.runtime_pair import arrives, same, until
 from tests.support import waiting
@@ -54,10 +53,11 @@ def test_an_engine_that_never_releases_the_gil_gets_its_blocks(engines, direct):
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
-    # the drivers' threads leave all pending work to the engines' threads, however late these come
-    for name in ("OFFER_WORK_NS", "LONG_GIL_WAIT_NS"):
-        monkeypatch.setattr(pacing, name, round(DEADLINE_S * 1e9))
     p, d = engines("always")
+    # the drivers' threads leave all reported work to the engines' threads, however late these come
+    for each in (p, d):
+        loop = each.workers[0]._thread._datapath.state.record
+        loop.offer_work_ns = round(DEADLINE_S * 1e9)
     params = p.offer("r", [1, 2], 30)
 
     turn = Driver.turn

@@ -245,7 +245,7 @@ class State(ctypes.Structure):
         ("control_tag", c_uint64),
         *_pointers("clock_gettime usleep wake_fd lock"),
         *_numbers("send_turn read_turn num_inline moved_ns complete_ns pending_ns yield_gil_us"),
-        *_numbers("left_loop_ns shared_gil_ns"),
+        *_numbers("shared_gil_ns"),
     )
 
 

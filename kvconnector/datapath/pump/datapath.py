@@ -37,15 +37,10 @@ from contextlib import ExitStack
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.direct_reads import MAX_READS, DirectReads
 from kvconnector.datapath.pump.loop import Loop
-from kvconnector.datapath.pump.pacing import (
-    LOOK_AGAIN_S,
-    MAX_LEASE_RUN_S,
-    MAX_RUN_S,
-    NS_PER_S,
-)
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.pump.state import LOOK
@@ -174,7 +169,7 @@ class DataPath:
         state, owner = self.state, self.lock.enter()
         if fds != state.watched[owner]:
             state.watch(owner, fds)
-        state.runs[owner].limit_ns = round(timeout_s * NS_PER_S)
+        state.runs[owner].limit_ns = round(timeout_s * pacing.NS_PER_S)
         state.record.entering = owner
         reason = run(state.address)
         if owner == r.DRIVER:
@@ -227,15 +222,15 @@ class DataPath:
         if self.sends.active:
             self.sends.refresh_endpoints()
         self.state.record.wants_slots = bool(self.receives.waiting)
-        if timeout_s <= MAX_LEASE_RUN_S:
+        if timeout_s <= pacing.LOOK_AT_LEASE_S:
             return timeout_s
         if self.reads.waiting and len(self.reads.active) < MAX_READS:
-            return MAX_LEASE_RUN_S
+            return pacing.LOOK_AT_LEASE_S
         is_greeted = self.lock.is_handshaking and self._is_handshaking()
         if is_greeted or self.transport.arriving_control:
-            return min(timeout_s, LOOK_AGAIN_S)
+            return min(timeout_s, pacing.LOOK_AGAIN_S)
         rows = self.reads.active or self.receives.active or self.sends.active
-        return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
+        return min(timeout_s, pacing.CHECK_PEERS_S) if rows or self.sends.may_hold_slots else timeout_s
 
     def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner only; any thread may read its last result."""
@@ -244,7 +239,7 @@ class DataPath:
 
     def _check_peers(self, now_s: float) -> None:
         """Collect the ends of warm-up messages, and look for lost peers."""
-        self._next_check_s = now_s + MAX_RUN_S
+        self._next_check_s = now_s + pacing.CHECK_PEERS_S
         for completion in self.transport.progress(others_move=self.uses_network):
             end = self.warm_ups.pop(completion.ticket, None)
             if end is not None:

@@ -11,7 +11,7 @@ from kvconnector.datapath.device_memory import addresses_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.loop import Loop
-from kvconnector.datapath.pump.pacing import NS_PER_S, WAIT_FOR_LEASE_S
+from kvconnector.datapath.pump.pacing import NS_PER_S
 from kvconnector.datapath.pump.programs import Program, Programs
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
@@ -26,6 +26,10 @@ from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
 
+WAIT_FOR_LEASE_S = 20e-3
+"""Seconds that a direct read waits for its lease to be published, or for the producer's kernels to fill its blocks.
+After that the producer is asked to send it, and waits itself.
+"""
 MAX_READS = 16
 """Most direct reads under way at a time: copies share one thread or stream, so more would slow each other down."""
 

@@ -1,9 +1,8 @@
-"""The driver lock as Python sees it, and how long its threads wait for the GIL. See kernels/native/driver_lock.c."""
+"""The driver lock as Python sees it. See kernels/native/driver_lock.c."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.state import LoopState
@@ -11,7 +10,6 @@ from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop_calls import notify, release_inline, try_acquire, wait_until_free
 
 _NS_PER_US = 1_000
-_WORK_NS = round(pacing.WORK_S * pacing.NS_PER_S)
 
 
 class DriverLock:
@@ -27,17 +25,8 @@ class DriverLock:
         self._state = state
         self._words = state.lock
         self._loop = state.record
-        self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = self._entered_ns = 0
-        self._loop.offer_work_ns = pacing.OFFER_WORK_NS
+        self._entered_ns = 0
         try_acquire(state.address, r.DRIVER, 0, 0)
-
-    @property
-    def is_starved(self) -> bool:
-        """Returns True if the driver's thread has waited long for the GIL: each time that another thread has released
-        it for a moment, it waits anew.
-        """
-        left_ns = time.monotonic_ns() - self._loop.left_loop_ns
-        return not self._words.looping and left_ns > pacing.LONG_GIL_WAIT_NS
 
     @property
     def is_looping(self) -> bool:
@@ -50,11 +39,7 @@ class DriverLock:
         return bool(self._words.inline_thread == threading.get_native_id())
 
     def has_pending(self) -> bool:
-        """Returns True if inline progress may find something to do. Each call counts as a poll of the engine's
-        thread.
-        """
-        now_ns = time.monotonic_ns()
-        self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
+        """Returns True if inline progress may find something to do."""
         if self.is_handshaking:
             return False
         # outside the loop the driver's thread works, or it waits for the GIL and no thread looks for work
@@ -76,7 +61,6 @@ class DriverLock:
 
     def release(self, limit_s: float) -> None:
         """End inline progress. The driver's thread stays in the loop for `limit_s` at most."""
-        self._gil_wait_ns -= self._gil_wait_ns // pacing.INLINE_TURNS_REMEMBERED
         self._loop.num_inline += 1
         self._loop.return_by_ns = self._state.now_ns() + round(limit_s * pacing.NS_PER_S)
         release_inline(self._state.address)
@@ -87,28 +71,16 @@ class DriverLock:
             return r.INLINE
         self._entered_ns = self._state.now_ns()
         worked_ns = self._entered_ns - self._loop.shared_gil_ns
-        self._loop.yield_gil_us = pacing.YIELD_GIL_US * (worked_ns >= _WORK_NS)
+        is_long = worked_ns >= pacing.WORK_S * pacing.NS_PER_S
+        self._loop.yield_gil_us = pacing.YIELD_GIL_US if is_long else 0
         return r.DRIVER
 
     def acquire_again(self) -> None:
         """Acquire the lock again in the driver's thread, which has left the loop and has the GIL. While it waited for
         that, others could take pending work.
-
-        A thread that waits for the GIL slows down the one that has it: a busy engine that polls often is waited for in
-        the loop.
         """
         now_ns = self._state.now_ns()
         if self._loop.yield_gil_us or now_ns - self._entered_ns >= pacing.YIELD_GIL_US * _NS_PER_US:
             self._loop.shared_gil_ns = now_ns
-        waited_ns = now_ns - self._loop.left_loop_ns
-        self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // pacing.GIL_WAITS_AVERAGED
-        grace_ns = pacing.OFFER_WORK_NS
-        if self._gil_wait_ns > pacing.LONG_GIL_WAIT_NS:
-            interval_ns = max(self._poll_interval_ns, time.monotonic_ns() - self._polled_ns)
-            is_polling = interval_ns < pacing.LONG_STEP_NS
-            grace_ns = max(
-                2 * interval_ns if is_polling else self._gil_wait_ns, pacing.MIN_ASLEEP_NS
-            )
-        self._loop.offer_work_ns = grace_ns
         while not try_acquire(self._state.address, r.DRIVER, 0, 0):
             wait_until_free(self._state.address)

@@ -100,17 +100,22 @@ class LoopState:
         state.copy, state.copy_context = copies.function, copies.context
         state.begin, state.begin_argument = copies.begin
         state.job_bytes = ctypes.sizeof(copies.job)
-        state.hold_report_ns = pacing.HOLD_REPORT_NS
         state.spin_after_work_ns = round(spin_s * pacing.NS_PER_S)
-        looks, pause = pacing.LOOK_AT_FDS_CPU_NS, 0
-        if copies.on_gpu:
-            looks, pause = pacing.LOOK_AT_FDS_CUDA_NS, pacing.PAUSE_CUDA_NS
-        state.look_at_fds_ns, state.pause_between_passes_ns = looks, pause
+        self._on_gpu = copies.on_gpu
+        self.pace()
         if copies.digests is not None:
             copies.digests.attach(state)
         self._kept = recv_info, params, runs
         for owner in (LOOK, r.DRIVER, r.INLINE):
             self.watch(owner, ())
+
+    def pace(self) -> None:
+        """Take the loop's constants from `pacing`."""
+        state = self.record
+        state.offer_work_ns = pacing.OFFER_WORK_NS
+        state.hold_report_ns = pacing.HOLD_REPORT_NS
+        state.look_at_fds_ns = pacing.LOOK_AT_FDS_NS
+        state.pause_between_passes_ns = pacing.PAUSE_CUDA_NS if self._on_gpu else 0
 
     def close(self) -> None:
         """Close `wake_fd`. Later wake-ups write nowhere, since another file may get its number. Idempotent."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.pacing import WAIT_FOR_LEASE_S
+from kvconnector.datapath.pump.direct_reads import WAIT_FOR_LEASE_S
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import events as ev

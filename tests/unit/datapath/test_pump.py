@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump import driver_lock, pacing
+from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.receives import new_tags
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import MAX_CHUNKS
@@ -34,7 +34,7 @@ from tests.unit.datapath.pump_pair import (
 )
 
 pytestmark = pytest.mark.ucx
-LONG_NS = 1 << 60
+LONG_S = 1e9
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
@@ -213,7 +213,7 @@ def test_inline_progress_does_not_let_another_thread_take_the_gil(make_pair):
 
 
 def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
-    monkeypatch.setattr(driver_lock, "_WORK_NS", LONG_NS)
+    monkeypatch.setattr(pacing, "WORK_S", LONG_S)
     left = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -229,7 +229,7 @@ def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
     try:
         path.pump(0.0, ())
         assert not left
-        monkeypatch.setattr(driver_lock, "_WORK_NS", 0)
+        monkeypatch.setattr(pacing, "WORK_S", 0.0)
         path.lock.notify()  # there is more to do
         path.pump(0.0, ())
         assert left == [(pacing.YIELD_GIL_US, True)]
