@@ -21,6 +21,7 @@ from kvconnector.bench.pools import RankPools
 from kvconnector.bench.processes import Usage, process_usage, serve_calls
 from kvconnector.bench.shapes import described, rank_geometry
 from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.pump import pacing
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 
@@ -121,6 +122,14 @@ class RankProcess:
                 self._worker.layer_written(layer)
             self._worker.poll()
         return time.perf_counter() - began_s
+
+    def pace(self, constants: dict[str, float]) -> None:
+        """Change constants of `pacing` in this process, by name, so that it shows what each of them does."""
+        for name, value in constants.items():
+            setattr(pacing, name, type(getattr(pacing, name))(value))
+        thread = self._worker._thread
+        assert thread is not None  # the worker has registered the pools
+        thread._datapath.state.pace()
 
     def usage(self) -> Usage:
         return process_usage()

@@ -33,6 +33,7 @@ from kvconnector.cli.console import (
 )
 from scripts.benchmarks import turns as two_trees
 from scripts.benchmarks.inferencex import BurstOptions
+from scripts.benchmarks.pacing import PacingOptions
 from scripts.benchmarks.soak import SoakOptions
 
 if TYPE_CHECKING:
@@ -103,6 +104,22 @@ BENCHMARKS = {
         "scripts/bench gil --device cuda --tokens 8192",
         PAIR,
         {"iterations": 20},
+    ),
+    "pacing": Benchmark(
+        "scripts.benchmarks.pacing",
+        "Transfers beside engines at work, with each constant of the pacing switched off in turn.",
+        "scripts/bench pacing --device cuda:0:1 --tokens 256 --seconds 200",
+        PAIR,
+        {"tokens": "256", "iterations": 12},
+        own=(
+            click.Option(
+                ["--seconds"],
+                type=FiniteRange(0),
+                default=120.0,
+                help="No round begins that would end later; the first always does.",
+            ),
+        ),
+        make=PacingOptions,
     ),
     "soak": Benchmark(
         "scripts.benchmarks.soak",

@@ -75,30 +75,30 @@ def _measure(
     pair: EnginePair, at_pace: bool, transfers: Sequence[Transfer], loads: Loads
 ) -> tuple[Measurement, Turns, Turns]:
     """Return the seconds of each request, and the engines' turns without requests and beside them."""
-    longest = max(transfers, key=lambda each: each.num_tokens)
-    apart = [_request(pair.deployment, each, index) for index, each in enumerate(transfers)]
-    for index in (1, 0):
-        pair.prepare(_request(pair.deployment, longest, index))
-    _drive(pair, at_pace, IDLE, [longest] * WARMUP)
-    alone = _drive(pair, at_pace, loads, []) if loads != IDLE else []
-    turns = _drive(pair, at_pace, loads, apart)
+    longest, apart = prepared(pair, at_pace, transfers)
+    alone = drive(pair, at_pace, loads, []) if loads != IDLE else []
+    turns = drive(pair, at_pace, loads, apart)
     pair.check(longest)
-    decoded = [driven for _, driven in turns]
-    by_request = [
-        spans
-        for driven in decoded
-        for spans in zip(*(each.spans_s for each in driven), strict=True)
-    ]
-    samples = tuple(
-        # from asking the first rank until the last one saw the end
-        max(end for _, end in spans) - min(start for start, _ in spans)
-        for spans in by_request
-    )
-    paths = sorted({path for driven in decoded for each in driven for path in each.paths})
+    samples = tuple(seconds_of(turns))
+    paths = sorted({path for _, driven in turns for each in driven for path in each.paths})
     nbytes = sum(each.num_tokens for each in transfers) // len(transfers)
     nbytes *= pair.deployment.options.model.token_bytes
     name = f"kvconnector ({'+'.join(paths)})"
     return Measurement(name, "ours", samples, nbytes), alone, turns
+
+
+def prepared(
+    pair: EnginePair, at_pace: bool, transfers: Sequence[Transfer]
+) -> tuple[Transfer, list[Transfer]]:
+    """Write what requests move, and let a few move. Returns the longest one, which `EnginePair.check` takes once all
+    have moved, and all of them, each in blocks of its own.
+    """
+    longest = max(transfers, key=lambda each: each.num_tokens)
+    for index in (1, 0):
+        pair.prepare(_request(pair.deployment, longest, index))
+    drive(pair, at_pace, IDLE, [longest] * WARMUP)
+    apart = [_request(pair.deployment, each, index) for index, each in enumerate(transfers)]
+    return longest, apart
 
 
 def _request(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
@@ -109,7 +109,7 @@ def _request(deployment: Deployment, transfer: Transfer, index: int) -> Transfer
 
 def _compare(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
     """Return `busy` with figures that compare loads beside busy engines with those beside idle ones."""
-    idle_s, step_s = idle.percentile_s(90), _step_s(alone, 1)
+    idle_s, step_s = idle.percentile_s(90), mean_step_s(alone, 1)
     bound_s = MAX_OVER_IDLE * (idle_s + step_s)
     figures = {
         "idle_p50_s": idle.percentile_s(50),
@@ -119,12 +119,12 @@ def _compare(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -
         "p90_over_bound": busy.percentile_s(90) / bound_s,
     }
     for index, side in enumerate(("prefill", "decode")):
-        if _step_s(alone, index):
-            figures[f"{side}_steps_kept"] = _step_s(alone, index) / _step_s(turns, index)
+        if mean_step_s(alone, index):
+            figures[f"{side}_steps_kept"] = mean_step_s(alone, index) / mean_step_s(turns, index)
     return msgspec.structs.replace(busy, figures=figures)
 
 
-def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
+def drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
     """Drive both engines with requests back to back in one turn, or at P's pace: each turn holds one request, and asks
     for the previous one, whose step is over. Without requests, drive `ALONE_TURNS` turns of the loads.
     """
@@ -155,7 +155,16 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     return turns
 
 
-def _step_s(turns: Turns, side: int) -> float:
+def seconds_of(turns: Turns) -> list[float]:
+    """Return the seconds of each request: from asking the consumer's first rank until its last one saw the end."""
+    return [
+        max(end for _, end in spans) - min(start for start, _ in spans)
+        for _, driven in turns
+        for spans in zip(*(each.spans_s for each in driven), strict=True)
+    ]
+
+
+def mean_step_s(turns: Turns, side: int) -> float:
     """Return the seconds of a step of the producer's load (0) or the consumer's (1), with transfers; 0: no steps."""
     ranks = [each for turn in turns for each in turn[side]]
     num_steps = sum(each.num_steps for each in ranks)

@@ -230,7 +230,9 @@ class DataPath:
         if is_greeted or self.transport.arriving_control:
             return min(timeout_s, pacing.LOOK_AGAIN_S)
         rows = self.reads.active or self.receives.active or self.sends.active
-        return min(timeout_s, pacing.CHECK_PEERS_S) if rows or self.sends.may_hold_slots else timeout_s
+        return (
+            min(timeout_s, pacing.CHECK_PEERS_S) if rows or self.sends.may_hold_slots else timeout_s
+        )
 
     def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner only; any thread may read its last result."""

@@ -13,9 +13,11 @@ from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
 from kvconnector.cli import bench
+from kvconnector.datapath.pump import pacing
 from kvconnector.errors import ConfigError, PeerLostError
 from scripts.benchmarks import __main__ as program
 from scripts.benchmarks import gil, sessions
+from scripts.benchmarks import pacing as switched_off
 
 DOCS = Path(__file__).parents[3] / "docs/benchmarks/method.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
@@ -136,6 +138,20 @@ def test_gil(monkeypatch):
             assert figures["p90_bound_s"] == pytest.approx(bound_s)
             assert figures["prefill_steps_kept"] > 0
             assert figures["decode_steps_kept"] > 0
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_each_constant_of_the_pacing_is_switched_off_in_turn():
+    cases = _run("pacing", seconds=0.0)
+    names = [tuple(case.case.rsplit(", ", 2)[1:]) for case in cases]
+    assert len({*names}) == len(names) == 5
+    off = {name for values in switched_off.OFF.values() for name in values}
+    constants = {name for name in vars(pacing) if name.isupper() and not name.startswith("_")}
+    assert off == constants - {"NS_PER_S"}
+    for case in cases:
+        assert len(case.measurements) == len(switched_off.OFF) - 1  # no copies of a GPU to look at
+        assert all(len(each.samples_s) == 2 for each in case.measurements)
 
 
 @pytest.mark.ucx
