@@ -100,7 +100,9 @@ def _check_vllm(arguments):
     if encoder in arguments:
         found = json.loads(_value_of(encoder, arguments))
         module = found["ec_connector_module_path"]
-        source = (ROOT / module.replace(".", "/") / "__init__.py").read_text()
+        source = "".join(
+            path.read_text() for path in (ROOT / module.replace(".", "/")).glob("*.py")
+        )
         assert f"class {found['ec_connector']}(" in source
         assert f'"{found["ec_role"]}": ' in source
 

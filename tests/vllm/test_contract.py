@@ -26,7 +26,7 @@ def test_an_encoder_s_outputs_move_since_0_32():
     else:
         assert found
         with pytest.raises(ConfigError, match=r"0\.32"):
-            importlib.import_module("kvconnector.integrations.vllm.encoder")
+            assert importlib.import_module("kvconnector.integrations.vllm.encoder").EncoderConnector
 
 
 def test_the_sources_are_known_that_decide_what_is_added_to_outputs():

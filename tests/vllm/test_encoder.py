@@ -13,7 +13,8 @@ pytest.importorskip(
 )
 
 from kvconnector.errors import ConfigError
-from kvconnector.integrations.vllm.encoder import EncoderConnector, EncoderOptions
+from kvconnector.integrations.vllm.encoder import EncoderConnector
+from kvconnector.integrations.vllm.encoder.options import EncoderOptions
 from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
 from tests.vllm.harness.encoder import HIDDEN, make_image_model
 

@@ -75,34 +75,59 @@ class Settings:
         decoder_ttl_s = take(options, "decoder_kv_blocks_ttl", PositiveSeconds, 480.0)
         first_token = take(options, "first_token", FirstTokenPolicy, "auto")
         name = take(options, "model_name", str, str(vllm_config.model_config.model))
-        base = _base(vllm_config, options, environ)
-        if bidirectional:
-            base["role"] = "both"
-        config = ConnectorConfig.from_env(environ, base)
-        config = of_rank(config, vllm_config.parallel_config.data_parallel_index)
+        lease: dict[str, float] = {}
+        if "kv_lease_duration" in options:
+            lease["duration_s"] = take(options, "kv_lease_duration", PositiveSeconds, 0.0)
+        role = options.pop("role", ROLES[transfer.kv_role])
+        config = config_of(
+            vllm_config,
+            options,
+            environ,
+            engine_id=transfer.engine_id,
+            role="both" if bidirectional else role,
+            lease=lease,
+            variables=(HOST_VARIABLE, PORT_VARIABLE),
+        )
         return cls(config, bidirectional, threshold, decoder_ttl_s, first_token, name)
 
 
-def _base(
-    vllm_config: VllmConfig, options: dict[str, Any], environ: Mapping[str, str]
-) -> dict[str, Any]:
-    transfer = vllm_config.kv_transfer_config
-    lease = dict(take(options, "lease", dict, {}))
-    if "kv_lease_duration" in options:
-        lease.setdefault("duration_s", take(options, "kv_lease_duration", PositiveSeconds, 0.0))
-    control = dict(take(options, "control", dict, {}))
-    control.setdefault("host", environ.get(HOST_VARIABLE, "localhost"))
-    if PORT_VARIABLE in environ:
-        control.setdefault("port", port_of(environ, PORT_VARIABLE))
+def config_of(
+    vllm_config: VllmConfig,
+    options: dict[str, Any],
+    environ: Mapping[str, str],
+    *,
+    engine_id: str,
+    role: Role,
+    lease: Mapping[str, Any],
+    variables: tuple[str, str],
+    where: str = "kv_connector_extra_config",
+) -> ConnectorConfig:
+    """Return kvconnector's own settings for one of vLLM's connectors, as this data-parallel rank has them.
+
+    Args:
+        vllm_config: Has the rank's index.
+        options: What the connector's extra options say besides the integration's own ones.
+        environ: Its `KVCONNECTOR_*` override the options.
+        engine_id: The engine's name, unless the options have another one.
+        role: What the engine does, unless the options say otherwise.
+        lease: What holds where the options of a lease say nothing.
+        variables: The names of vLLM's variables for the host and the port at which peers find the connector.
+        where: How messages name the options.
+
+    Raises:
+        ConfigError: an option is unknown or malformed, or contradicts another one.
+    """
+    host, port = variables
+    lease = {**lease, **take(options, "lease", dict, {}, where)}
+    control = dict(take(options, "control", dict, {}, where))
+    control.setdefault("host", environ.get(host, "localhost"))
+    if port in environ:
+        control.setdefault("port", port_of(environ, port))
     if names_no_keys(control, environ) and is_loopback(control["host"]):
         control.setdefault("insecure", True)
-    return {
-        "engine_id": transfer.engine_id,
-        "role": ROLES[transfer.kv_role],
-        **options,
-        "lease": lease,
-        "control": control,
-    }
+    base = {"engine_id": engine_id, "role": role, **options, "lease": lease, "control": control}
+    config = ConnectorConfig.from_env(environ, base)
+    return of_rank(config, vllm_config.parallel_config.data_parallel_index)
 
 
 def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:

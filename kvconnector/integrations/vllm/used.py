@@ -60,7 +60,7 @@ RANGES: tuple[Entry, ...] = (
 EC = "distributed/ec_transfer/ec_connector"
 ENCODER: tuple[Entry, ...] = (
     Imported(OWN / "encoder", "vllm"),
-    Implemented(f"{EC}/base.py:ECConnectorBase", OWN / "encoder/__init__.py", "EncoderConnector"),
+    Implemented(f"{EC}/base.py:ECConnectorBase", OWN / "encoder/connector.py", "EncoderConnector"),
     Fields(
         "config/ec_transfer.py:ECTransferConfig",
         ("engine_id", "ec_role", "ec_connector_extra_config", "mm_encoder_output_widths"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import ConfigError
-from kvconnector.integrations.vllm.encoder_pool import (
+from kvconnector.integrations.vllm.encoder.pool import (
     BLOCK_ROWS,
     EncoderMemory,
     Outputs,
