@@ -306,7 +306,13 @@ def _whole_pages(
                 f" {MIN_OWN_PAGES_BYTES >> 20} MiB at once",
                 **place,
             )
-        if _is_in_heap(first, last, mappings):
+        if _has_jemalloc() and any(not m.is_shared and m.overlaps(first, last) for m in mappings):
+            raise TransportError(
+                "caches from jemalloc cannot be shared, since it expects pages to read as zeros once it has given them"
+                " back: map them (mmap, MAP_SHARED)",
+                **place,
+            )
+        if _is_libcs_malloc() and _is_in_heap(first, last, mappings):
             raise TransportError(
                 "caches in the C library's heap cannot be shared, since it gives their pages to other data later: map"
                 " them (mmap)",
@@ -314,6 +320,27 @@ def _whole_pages(
             )
         pages.append((first, last))
     return joined(pages)
+
+
+@cache
+def _has_jemalloc() -> bool:
+    """Returns True if this process allocates by jemalloc. It does not clear pages that it has given back (madvise), but
+    private pages of a file then have the file's content again. tcmalloc and mimalloc clear them.
+    """
+    return hasattr(_functions(), "mallctl")
+
+
+@cache
+def _is_libcs_malloc() -> bool:
+    """Returns True if this process allocates by the C library. Others give a page to one large allocation at a time,
+    also in what the kernel calls the heap.
+    """
+    library, found = _functions(), []
+    for function in (library.malloc, library.getauxval):  # allocators have an mmap, too
+        info = (ctypes.c_void_p * 4)()
+        library.dladdr(ctypes.cast(function, ctypes.c_void_p), info)
+        found.append(info[1])  # where the file of the function begins
+    return found[0] == found[1]
 
 
 def _is_in_heap(first: int, last: int, mappings: Iterable[_Mapping]) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvconnector.datapath.direct import shared_memory
 from kvconnector.datapath.direct.shared_memory import MIN_OWN_PAGES_BYTES, SharedMemory, joined
 from kvconnector.errors import TransportError
+from tests.support.headers import needs_compiler
 
 PAGE = mmap.PAGESIZE
 
@@ -154,14 +155,47 @@ else:
 """
 
 
-@pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="of glibc's heaps")
+glibc = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="of glibc's heaps")
+
+
+def share_from_a_heap(kind, thread, **variables):
+    command = [sys.executable, "-c", IN_A_HEAP, kind, thread]
+    environment = os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.stdout + done.stderr
+
+
+@glibc
 @pytest.mark.parametrize("thread", ["main", "another"])
 @pytest.mark.parametrize("kind", ["large", "whole pages"])
 def test_a_heap_is_not_shared(kind, thread):
     """Child processes would write into its records and what it gives the pages to: 'corrupted size vs. prev_size'."""
-    command = [sys.executable, "-c", IN_A_HEAP, kind, thread]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "caches in the C library's heap cannot be shared" in done.stdout, done.stderr
+    assert "caches in the C library's heap cannot be shared" in share_from_a_heap(kind, thread)
+
+
+ALLOCATORS = {
+    "another": """
+#include <stddef.h>
+void *__libc_malloc(size_t);
+void *malloc(size_t nbytes) { return __libc_malloc(nbytes); }
+""",
+    "jemalloc": "int mallctl(void) { return 0; }",
+}
+
+
+@glibc
+@needs_compiler
+@pytest.mark.parametrize(
+    "allocator, words",
+    [("another", "shared"), ("jemalloc", "caches from jemalloc cannot be shared")],
+)
+def test_another_allocator_gives_pages_to_one_allocation_at_a_time(allocator, words, tmp_path):
+    """As tcmalloc does in the kernel's heap. But jemalloc would hand out the caches' content as zeros."""
+    source, library = tmp_path / "allocator.c", tmp_path / "allocator.so"
+    source.write_text(ALLOCATORS[allocator])
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    said = share_from_a_heap("whole pages", "main", LD_PRELOAD=str(library))
+    assert said.startswith(words), said
 
 
 @pytest.mark.parametrize("start, stop", [(1, 0), (0, -1), (100, 2 * PAGE)])
