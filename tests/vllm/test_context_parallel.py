@@ -7,13 +7,14 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.placement import Placement
 from tests.vllm.cache_world import SIZE, attention, placed, registered
 from tests.vllm.harness.model import make_model
+from tests.vllm.scheduler_world import state_spec
 from tests.vllm.shared_tokens import Shape, check_read, engines, until
 
 pytestmark = pytest.mark.vllm
@@ -87,10 +88,16 @@ def test_ranks_of_prefill_context_parallelism_alone_are_copies_of_the_first(monk
     assert {p.context_parallel.world_size for p in found} == {1}
 
 
-def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared():
-    spec = replace(WINDOW, dcp_sharded=False)
-    group, _ = registered(spec, KVCacheLayout.LBNHC, tp_size=2, place=SHARED)
+@pytest.mark.parametrize("kind", ["window", "state"])
+def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared(kind):
+    """A window by its own word, and states like Kimi K3's, beside whose latents are shared ones."""
+    window = replace(WINDOW, dcp_sharded=False), KVCacheLayout.LBNHC
+    spec, layout = window if kind == "window" else (state_spec(), KVCacheLayout.LBHNC)
+    group, _ = registered(spec, layout, tp_size=2, place=SHARED)
     assert group.cache.geometry.dcp_size == 1
+    latents = attention(MLAAttentionSpec, num_kv_heads=1, block_size=2 * SIZE)
+    group, _ = registered(latents, layout, "FLASH_ATTN_MLA", tp_size=2, place=SHARED)
+    assert group.cache.geometry.dcp_size == 2
 
 
 @pytest.mark.parametrize(
