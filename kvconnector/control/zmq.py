@@ -33,7 +33,6 @@ from functools import partial
 import zmq
 
 from kvconnector.agenda import Agenda
-from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort, parse_address, parse_bind
 from kvconnector.control.base import ControlEvent, ControlLimits, MessageTooLargeError, PeerHandle
 from kvconnector.control.security import CurveKeys, Security, check_key
@@ -224,7 +223,7 @@ class ControlChannel:
                 self._unsettled[self._owners[fd]] = None
         for handle in self._have_sent:
             side = self._incoming if handle == _INCOMING else self._outgoing[handle]
-            if side.has_ended or libzmq.is_readable(side.socket):
+            if side.has_ended or _is_readable(side.socket):
                 self._unsettled[handle] = None
         self._have_sent.clear()
         while self._looked_up:
@@ -300,3 +299,8 @@ class ControlChannel:
         if not (timeout_s and self.is_settled):
             return 0.0
         return min(timeout_s, max(0.0, self._deadlines.next_deadline() - time.monotonic()))
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Returns True if a message is there. Otherwise one that comes later makes the socket's descriptor readable."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import Security
@@ -121,7 +120,7 @@ class IncomingConnections:
         if peer.error is not None:
             raise PeerLostError("connection is lost", peer=peer.address, cause=str(peer.error))
         try:
-            libzmq.send(self.socket, [peer.identity, payload])
+            self.socket.send_multipart([peer.identity, payload], zmq.NOBLOCK)
         except zmq.Again as exc:
             peer.error = queue_is_full(peer.address, self._limits)
             self._ending.append(peer)
@@ -166,30 +165,24 @@ class IncomingConnections:
             self.authorizer.close()
 
     def _receive_one(self, events: list[ControlEvent]) -> None:
-        message = libzmq.receive(self.socket)
-        identity, *frames = message.frames
+        first, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        identity = first.bytes
         peer = self._by_identity.get(identity)
         if peer is None:
-            # libzmq takes arbitrary bytes for its oldest protocol, which has no handshake and so no address
-            if identity in self._retired or message.address is None:
+            if identity in self._retired or (origin := _origin(first)) is None:
                 return
-            peer = self._admit(identity, message.fd, message.address)
+            peer = self._admit(identity, *origin)
         if peer.ignored:
             return
         try:
             check_frames(frames, peer.address, self._limits)
-            events.append(Received(peer.handle, frames[0]))
+            events.append(Received(peer.handle, frames[0].bytes))
         except RemoteProtocolError as error:
             events.append(Disconnected(peer.handle, error))
             self.forget(peer.handle)
 
     def _admit(self, identity: bytes, fd: int, address: str) -> _Peer:
         """Give a connection a handle, with its first message."""
-        if fd < 0:
-            raise TransportError(
-                "this libzmq does not say which connection a message came from",
-                libzmq=zmq.zmq_version(),
-            )
         peer = _Peer(next(self._handles), identity, fd, address)
         self._by_handle[peer.handle] = peer
         self._by_identity[peer.identity] = peer
@@ -233,3 +226,20 @@ class IncomingConnections:
                 self._retired.append(peer.identity)
         self._ending.clear()
         return events
+
+
+def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
+    """Return the file descriptor and the IP address of the connection that a frame came from; None for a peer that did
+    no handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
+    """
+    try:
+        address = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return None
+    fd = int(frame.get(zmq.SRCFD))
+    if fd < 0:
+        raise TransportError(
+            "this libzmq does not say which connection a message came from",
+            libzmq=zmq.zmq_version(),
+        )
+    return fd, address

@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 
 import zmq
 
-from kvconnector.control import libzmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.lookup import Lookup, is_name
@@ -197,7 +196,7 @@ class OutgoingConnection:
         self.is_settled = False
         try:
             for _ in range(self._limits.max_messages_per_turn):
-                frames = libzmq.receive(self.socket).frames
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
                 check_frames(frames, self.address, self._limits)
                 events.append(Received(self.handle, frames[0]))
             return events
@@ -270,7 +269,7 @@ class OutgoingConnection:
     def _send_now(self, payload: bytes) -> None:
         """Give a message to the socket. Sets `error` if it does not take it."""
         try:
-            libzmq.send(self.socket, [payload])
+            self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             self._take_monitor()  # a connection that was refused has no queue either
             self.error = self.error or queue_is_full(self.address, self._limits)

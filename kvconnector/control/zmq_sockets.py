@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence, Sized
 import zmq
 from zmq.utils import z85
 
-from kvconnector.control import libzmq
 from kvconnector.control.base import ControlLimits
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.errors import PeerLostError, RemoteProtocolError, TransportError
@@ -71,7 +70,7 @@ class Monitor:
         """
         with contextlib.suppress(zmq.Again):
             while True:
-                event, endpoint = libzmq.receive(self.socket).frames
+                event, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
                 kind, value = _MONITOR_EVENT.unpack(event)
                 yield kind, value, endpoint.decode(errors="replace")
 
@@ -106,8 +105,8 @@ class Authorizer:
         """Answer waiting requests, at most `max_requests`. Returns False if there may be more."""
         with contextlib.suppress(zmq.Again):
             for _ in range(max_requests):
-                frames = libzmq.receive(self.socket).frames
-                libzmq.send(self.socket, self._reply(frames))
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.socket.send_multipart(self._reply(frames), zmq.NOBLOCK)
             return False
         return True
 
