@@ -93,6 +93,20 @@ def test_every_row_of_a_prompt_arrives_and_nothing_else(engines, num_tokens):
     check(engines, asked, wanted, before)
 
 
+def test_rows_arrive_where_drafts_take_blocks_ahead(model):
+    """With a layer more, as of DeepSeek-V4's MTP, which has a window alone, and blocks for drafts behind the prompt."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with pair(model, specs_of((*RATIOS, 0)), speculative_config=drafts) as engines:
+        windows = [group for group in engines.p.worker._groups if group.info.extent_tokens == 128]
+        assert any(6 in group.cache.geometry.layers for group in windows)
+        for num_tokens in (5, 128, 1000, 1024):
+            asked, params = offered(engines.p, num_tokens, num_tokens)
+            before = engines.d.memory.copy()
+            wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
+            loaded(engines, wanted)
+            check(engines, asked, wanted, before)
+
+
 def test_an_offer_names_each_block_table_once(engines):
     """Rows of 4 and of 128 tokens and the indexer's are in one table of vLLM's; so are both compressors' states."""
     asked, params = offered(engines.p, 300, 5000)
