@@ -11,9 +11,6 @@ import sys
 import grimp
 
 KNOWN = {
-    ("bench.simulated_ranks", "bench.simulation"): "the simulated world, and who acts in it",
-    ("cli", "cli.app"): "the package is the entry point, and loads the commands when it is called",
-    ("cli.plan", "cli.plan_picture"): "a report, and its picture",
     (
         "integrations.sglang",
         "integrations.sglang.backend",

@@ -16,7 +16,13 @@ import msgspec
 import numpy as np
 
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
-from kvconnector.bench.simulated_ranks import ConsumerRank, ProducerRank, SimulatedDirectory, Thread
+from kvconnector.bench.simulated_ranks import (
+    ConsumerRank,
+    Costs,
+    ProducerRank,
+    SimulatedDirectory,
+    Thread,
+)
 from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
@@ -26,20 +32,6 @@ from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 SECRET = "5" * 32
-
-
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of what a cluster does. The defaults come from docs/benchmarks, but a link's are assumptions.
-
-    A driver's thread takes `turn_s` for each event that it handles and each message that it sends: 2 MiB between two
-    GPUs take 0.29 ms more than a plain copy, in about six such steps. It takes `endpoint_s` for each endpoint that it
-    opens: the first request of two vLLM engines takes 20 to 24 ms more than the next, with an endpoint on either side.
-    """
-
-    turn_s: float = 50e-6
-    endpoint_s: float = 10e-3
-    latency_s: float = 20e-6
-    bytes_per_s: float = 400e9 / 8
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-EXIT_FAULT, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+from kvconnector.cli.statuses import EXIT_ERROR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from kvconnector import __version__
-from kvconnector.cli import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED
+from kvconnector.cli.statuses import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED
 from kvconnector.errors import KVConnectorError
 
 COMMANDS = {

@@ -19,7 +19,6 @@ from kvconnector.bench import file_errors
 from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
-from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     JSON_FILE,
     PICTURE_FILE,
@@ -31,6 +30,7 @@ from kvconnector.cli.console import (
     progress_bar,
     terminal,
 )
+from kvconnector.cli.statuses import EXIT_ERROR, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from kvconnector.bench.results import BenchReport, CaseResult, Measurement, ShowProgress

@@ -21,7 +21,6 @@ from kvconnector.bench.environment import cpu_name, gpus, installed_version
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_numbers
-from kvconnector.cli import EXIT_FAULT
 from kvconnector.cli.console import (
     PATH,
     Finding,
@@ -33,6 +32,7 @@ from kvconnector.cli.console import (
 )
 from kvconnector.cli.doctor_rdma import network, rdma_places
 from kvconnector.cli.model_config import element_type, named_model
+from kvconnector.cli.statuses import EXIT_FAULT
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.datapath.direct.cuda_driver import CudaDriver

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import picture
-
-if TYPE_CHECKING:
-    from kvconnector.cli.plan import PlanReport, RankRow, ReadRow
+from kvconnector.cli.plan_report import PlanReport, RankRow, ReadRow
 
 WIDTH_INCHES = 12.0
 ROW_INCHES = 0.27

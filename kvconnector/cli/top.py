@@ -27,8 +27,8 @@ from rich.text import Text
 from kvconnector.bench import file_errors
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.bench.tables import Fitted, right_aligned
-from kvconnector.cli import EXIT_FAULT
 from kvconnector.cli.console import FiniteRange, OutputPath, json_flag, terminal
+from kvconnector.cli.statuses import EXIT_FAULT
 from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.bench.simulated_ranks import CONFIG, SessionThread
-from kvconnector.bench.simulation import SECRET, Cluster, Costs, Simulation
+from kvconnector.bench.simulated_ranks import CONFIG, Costs, SessionThread
+from kvconnector.bench.simulation import SECRET, Cluster, Simulation
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.layout import NO_TOKENS, GroupBlocks

@@ -1,7 +1,8 @@
 """A simulated cluster: one case computed by hand, and properties of others."""
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
-from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
+from kvconnector.bench.simulated_ranks import Costs
+from kvconnector.bench.simulation import Cluster, Request, Simulation
 from kvconnector.runtime import directory
 
 MODEL = ModelShape(name="small", num_layers=2, num_kv_heads=2, head_dim=8)
