@@ -19,6 +19,7 @@ from kvconnector.transport.ucx import (
     open_ucx_transport,
     transport,
 )
+from kvconnector.transport.ucx.abi import OK
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
@@ -216,6 +217,23 @@ def test_a_transport_needs_no_thread_and_leaves_no_descriptor():
         assert threading.active_count() == before[0]
         pair.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_flush_within_a_host_ends_before_its_peer_has_done_anything():
+    """So it sets nothing up, and greetings exchange a message instead."""
+    a, b = open_ucx_transport(), open_ucx_transport()
+    content = HostMemory(1 << 20)
+    try:
+        endpoint = a.connect(b.address)
+        flush = a.libucp.ep_flush(a.endpoint_handle(endpoint))
+        assert (flush.request, flush.status) == (0, OK)
+        ticket = a.send(endpoint, 1, content.buffer)
+        b.recv(1, content.buffer)
+        for _ in range(100):
+            assert ticket not in {each.ticket for each in a.progress()}
+    finally:
+        b.close()
+        a.close()
 
 
 @pytest.fixture
