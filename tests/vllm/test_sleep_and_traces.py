@@ -4,9 +4,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import LocalError, MemoryInUseError
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.runtime import Worker
+from kvconnector.runtime.driver_thread import DriverThread
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, check_read, engines, prefilled, until
 
@@ -69,6 +70,19 @@ def test_a_request_to_a_sleeping_engine_fails_alone(model, monkeypatch, takes_st
         rank.connector.restore_kv_caches()
         consumer.may_fail = False
         check_read(producer, consumer, 2, 90)
+
+
+def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch):
+    """vLLM does not wake up an engine whose sleep has failed: it holds it for awake."""
+    still = Mock(side_effect=MemoryInUseError("a consumer has not unmapped the caches"))
+    with engines(model, Shape(), Shape()) as (producer, consumer):
+        for sleeper in (producer, consumer):
+            (rank,) = sleeper.ranks
+            with monkeypatch.context() as patch:
+                patch.setattr(DriverThread, "withdraw_pools", still)
+                with pytest.raises(MemoryInUseError):
+                    rank.connector.unregister_kv_caches()
+            check_read(producer, consumer, sleeper is producer, 90)
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4317", None])

@@ -281,12 +281,17 @@ class WorkerHalf:
         The ended transfers are reported as usual, loads as failed, because their data is lost.
 
         Raises:
-            MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
+            MemoryInUseError: a transfer did not end in time, or a consumer has not unmapped the caches. They must keep
+                their memory, and transfers go on: vLLM wakes up no engine whose sleep has failed.
         """
         self._is_asleep = True
         if self._host_buffer is not None:
             self._host_buffer.forget_prompts()
-        self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
+        try:
+            self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
+        except MemoryInUseError:
+            self.wake()
+            raise
 
     def wake(self) -> None:
         """Resume transfers, because the caches have memory again. Idempotent."""
