@@ -37,6 +37,8 @@ class Programs(Generic[T]):
         self.loop = loop
         self._kind = kind
         self._fields = r.ARRAYS[kind].names or ()
+        self._index = {name: index for index, name in enumerate(self._fields)}
+        self._zeros = array("l", bytes(8 * len(self._fields)))
         self._vacant: list[int] = []
         self.active: dict[int, T] = {}
         """The programs that have a row, by its index."""
@@ -59,7 +61,7 @@ class Programs(Generic[T]):
 
     def set(self, program: T, name: str, value: int) -> None:
         """Change one field of a program's row."""
-        self._numbers[program.row * len(self._fields) + self._fields.index(name)] = value
+        self._numbers[program.row * len(self._fields) + self._index[name]] = value
 
     def run(self, program: T, jobs: Jobs, **values: int) -> None:
         """Give a program a row with these fields, and let the loop run the jobs. The other fields are zero."""
@@ -67,10 +69,12 @@ class Programs(Generic[T]):
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         index = program.row = self._vacant.pop()
         program.jobs = jobs
-        begun = {"phase": r.RUNNING, "jobs": jobs.address}
-        row = dict.fromkeys(self._fields, 0) | values | begun
+        row, places = self._zeros[:], self._index
+        row[places["phase"]], row[places["jobs"]] = r.RUNNING, jobs.address
+        for name, value in values.items():
+            row[places[name]] = value
         first = index * len(row)
-        self._numbers[first : first + len(row)] = array("l", row.values())
+        self._numbers[first : first + len(row)] = row
         self.active[index] = program
 
     def forget(self, program: T) -> None:
