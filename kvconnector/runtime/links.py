@@ -81,6 +81,9 @@ MAX_CLOSED_INBOXES = 4096
 """Number of closed inboxes that are remembered, so that messages in flight to one cause no warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
+MAX_LOOKS_BEFORE_LOSS = 16
+"""How often the last messages of a lost peer are looked for over UCX, `MAX_CONTROL_PER_CALL` each time, while there
+is no end of messages. Everyone who reaches its port may send some, and all that the control channel has waits."""
 _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
 """Messages that may refuse something, which is logged."""
 RECLAIMED_SINCE = 4
@@ -121,6 +124,8 @@ class Links:
         """What came over the transport and the last caller of `poll` did not take."""
         self._arrived: deque[ControlEvent] = deque()
         """What came and the last caller of `poll` did not take."""
+        self._num_looks = 0
+        """How often the last messages of the first peer that was lost have been looked for."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
@@ -367,8 +372,10 @@ class Links:
             if isinstance(self._arrived[0], Disconnected):
                 # what the peer had sent over the transport counts before its loss
                 num_taken = yield from self.poll_transport(progress=True)
-                if num_taken >= MAX_CONTROL_PER_CALL:
+                self._num_looks += 1
+                if num_taken >= MAX_CONTROL_PER_CALL and self._num_looks < MAX_LOOKS_BEFORE_LOSS:
                     return  # there may be more
+                self._num_looks = 0
             arrival = self._arrived.popleft()
             if arrival.handle in self._gone:
                 continue  # it came before we closed the connection

@@ -7,7 +7,7 @@ import pytest
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
-from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
+from kvconnector.runtime.links import MAX_BATCH_BYTES, MAX_LOOKS_BEFORE_LOSS, Links
 from kvconnector.session.link import Link
 from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
@@ -290,6 +290,18 @@ def test_a_disconnection_counts_after_the_peers_last_messages(pair):
     pair.d.links.close(pair.d.link)
     assert texts(pair.p.poll()) == ["last words"]
     assert [lost.link.number for lost in pair.p.lost] == [-1]
+
+
+def test_strangers_cannot_hide_that_a_peer_has_left(over_ucx):
+    """Nor that others greet: what the control channel reports after a loss waits for it."""
+    over_ucx.d.links.close(over_ucx.d.link)
+    for _ in range(2 * MAX_LOOKS_BEFORE_LOSS):
+        for _ in range(2 * MAX_CONTROL_PER_CALL):
+            over_ucx.forge(b"nonsense", tag=CONTROL_TAG_BIT | 1)
+        assert over_ucx.p.poll() == []
+        if over_ucx.p.lost:
+            break
+    assert [lost.link.number for lost in over_ucx.p.lost] == [-1]
 
 
 def test_what_a_caller_does_not_take_waits_for_it(pair):
