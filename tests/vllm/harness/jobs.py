@@ -1,6 +1,7 @@
 """Cases in processes of their own, several at a time; one that hangs is ended."""
 
 import multiprocessing
+import signal
 import time
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -40,6 +41,11 @@ def run_jobs(jobs, folder, device, *, at_once, limit_s):
                     _end(process)
                     yield job[0].name, job[1], outcome, now - started
     finally:
+        if (
+            running
+        ):  # `timeout` signals the process and then its group: the second signal may not stop this
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         for _, process, _ in running.values():
             process.terminate()
         for _, process, _ in running.values():
