@@ -312,7 +312,7 @@ def _whole_pages(
                 " back: map them (mmap, MAP_SHARED)",
                 **place,
             )
-        if _is_libcs_malloc() and _is_in_heap(first, last, mappings):
+        if not _has_tcmalloc() and _is_in_heap(first, last, mappings):
             raise TransportError(
                 "caches in the C library's heap cannot be shared, since it gives their pages to other data later: map"
                 " them (mmap)",
@@ -331,16 +331,11 @@ def _has_jemalloc() -> bool:
 
 
 @cache
-def _is_libcs_malloc() -> bool:
-    """Returns True if this process allocates by the C library. Others give a page to one large allocation at a time,
-    also in what the kernel calls the heap.
+def _has_tcmalloc() -> bool:
+    """Returns True if this process allocates by tcmalloc. It may have pages of the kernel's heap, too, but gives a page
+    to one large allocation at a time.
     """
-    library, found = _functions(), []
-    for function in (library.malloc, library.getauxval):  # allocators have an mmap, too
-        info = (ctypes.c_void_p * 4)()
-        library.dladdr(ctypes.cast(function, ctypes.c_void_p), info)
-        found.append(info[1])  # where the file of the function begins
-    return found[0] == found[1]
+    return hasattr(_functions(), "tc_malloc")
 
 
 def _is_in_heap(first: int, last: int, mappings: Iterable[_Mapping]) -> bool:
