@@ -91,6 +91,7 @@ def open_transport(config: ConnectorConfig, device: str) -> UcxTransport:
         ConfigError: `ucx.net_devices` names a device that UCX cannot use.
         TransportError: no UCX is found, or it cannot start.
     """
+    # a scheduler opens a control channel alone
     from kvconnector.transport.ucx import open_ucx_transport
 
     return open_ucx_transport(

@@ -133,6 +133,7 @@ class Worker:
                 cannot be used.
             TransportError: UCX cannot start.
         """
+        # a scheduler's process imports this module too, and needs neither UCX nor the C library
         from kvconnector.runtime.driver_thread import DriverThread
 
         if self._was_registered:

@@ -16,12 +16,10 @@ import os
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from kvconnector.errors import ConfigError, TransportError
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK_ROWS = 16
 _STAMP = struct.Struct("<Q")
@@ -72,8 +70,6 @@ class EncoderMemory:
     """The memory, mapped here. `rows`: [num_blocks, 1, BLOCK_ROWS, row_elements]."""
 
     def __init__(self, fd: int, shape: PoolShape, dtype: torch.dtype) -> None:
-        import torch
-
         self.shape, self._fd = shape, fd
         self._memory = mmap.mmap(fd, shape.nbytes)
         flat = torch.frombuffer(self._memory, dtype=dtype, offset=shape.rows_at)
@@ -143,8 +139,6 @@ class EncoderMemory:
 
     def load(self, blocks: list[int], shape: tuple[int, int], device: str) -> torch.Tensor:
         """Return a copy of an output on a device. Returns once the blocks are no longer read."""
-        import torch
-
         flat = self.rows[torch.tensor(blocks, dtype=torch.long)].reshape(-1)
         return flat[: shape[0] * shape[1]].view(shape).to(device)
 
