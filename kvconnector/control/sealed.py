@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvconnector.errors import PeerLostError, RemoteError, Retry
 
@@ -35,7 +35,7 @@ class Inbox:
     """The receiving end of one direction of a link, and the key that authenticates its sender."""
 
     inbox_id: int
-    key: bytes
+    key: bytes = field(repr=False)
 
     @classmethod
     def fresh(cls) -> Inbox:

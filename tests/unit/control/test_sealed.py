@@ -22,6 +22,10 @@ def frames(*payloads):
     return [sealer.seal(payload) for payload in payloads]
 
 
+def test_a_log_that_shows_an_inbox_does_not_show_its_key():
+    assert repr(INBOX) == "Inbox(inbox_id=7)"
+
+
 @given(st.lists(st.binary(max_size=300), max_size=8))
 def test_frames_open_in_their_order(payloads):
     opener = Opener(INBOX)
