@@ -197,6 +197,46 @@ def test_the_log_names_it_once():
     assert "tcp" in record
 
 
+LOSE_A_PEER = """
+from kvconnector.errors import TransportError
+from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.transport_suite import HostMemory
+
+a, b = (open_ucx_transport(options={"TLS": "tcp", "RNDV_THRESH": "64k"}) for _ in range(2))
+try:
+    endpoint = a.connect(b.address)
+except TransportError as error:
+    print(error)
+else:
+    # it waits for its receive, or for the connection
+    a.send(endpoint, 1, HostMemory(1 << 20).buffer)
+    b.close()
+    print("done")
+a.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("UCX_RCACHE_ENABLE", "done"),
+        ("UCX_MEM_EVENTS", "unset UCX_MEM_EVENTS"),
+    ],
+)
+def test_a_lost_peer_does_not_crash_a_ucx_without_its_cache(name, words):
+    """UCX before 1.22 asks the cache about what the peer has not taken, whether there is one or not."""
+    said = in_a_new_process(LOSE_A_PEER, **{name: "n"})
+    if load_library().version < (1, 22):
+        assert words in said
+    else:
+        assert said == "done"
+
+
+def test_a_ucx_without_its_cache_reaches_processes_of_its_host():
+    program = LOSE_A_PEER.replace('options={"TLS": "tcp", "RNDV_THRESH": "64k"}', "")
+    assert in_a_new_process(program, UCX_MEM_EVENTS="n").splitlines()[-1] == "done"
+
+
 def as_named(fields):
     return {field: field for field in fields.split()}
 

@@ -27,6 +27,10 @@ from kvconnector.transport.ucx.abi import IN_PROGRESS, OK
 from kvconnector.transport.ucx.library import UcxLibrary
 
 _MAX_LANES = 64
+_SURVIVES_WITHOUT_CACHE = (1, 22)
+"""Earlier versions look a lost peer's messages up in their cache of registered memory, even if there is none. They have
+none where UCX_RCACHE_ENABLE or UCX_MEM_EVENTS turns it off, or they cannot watch which memory is unmapped.
+"""
 
 Resource: TypeAlias = tuple[str, str]
 """A transport of UCX's and its device, as ("rc_mlx5", "mlx5_0:1")."""
@@ -42,7 +46,19 @@ class Context:
     def __init__(self, library: UcxLibrary, options: Mapping[str, str]) -> None:
         self.library = library
         self.handle = c_void_p()
-        config = c_void_p()
+        self.survives_losses = True
+        """False if UCX crashes when a watched peer is lost before it has taken a large message."""
+        if library.version < _SURVIVES_WITHOUT_CACHE:
+            try:
+                self._open({**options, "RCACHE_ENABLE": "y"})
+            except TransportError:
+                self.survives_losses = False  # or UCX cannot start with the other options
+            else:
+                return
+        self._open(options)
+
+    def _open(self, options: Mapping[str, str]) -> None:
+        library, config = self.library, c_void_p()
         library.check(
             library.keeping.ucp_config_read(None, None, byref(config)),
             "UCX cannot read its environment",

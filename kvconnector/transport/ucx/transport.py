@@ -149,6 +149,12 @@ class UcxTransport:
         peer = WorkerAddress.decode(address)
         peer.check_compatible(self._local)
         watched = not peer.shares_memory_with(self._local)
+        if watched and not self._context.survives_losses:
+            raise TransportError(
+                "UCX before 1.22 crashes when a peer on another host is lost, unless it watches memory: unset"
+                " UCX_MEM_EVENTS and UCX_MEM_MMAP_HOOK_MODE",
+                library=self._context.library,
+            )
         endpoint = self._endpoints.open(peer, watched=watched)
         if not peer.same_host(self._local):
             try:
