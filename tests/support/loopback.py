@@ -44,7 +44,7 @@ class LoopbackFaults:
     `max_delay_calls`: a message arrives after a random number of the receiver's `progress()` calls, at most this many.
     So messages overtake one another, except those of one tag and endpoint. `drop_probability`: chance that a message
     never arrives. An eager send still completes; a larger one does not. `corrupt_probability`: chance that a message
-    arrives with its first byte changed; control messages never do.
+    arrives with its first byte changed; control messages and empty ones never do.
     """
 
     max_delay_calls: int = 0
@@ -297,7 +297,7 @@ class LoopbackTransport:
         else:
             ctypes.memmove(buffer.address, sent.address, sent.nbytes)
         network, chance = self._network, self._network.faults.corrupt_probability
-        if chance and network._random.random() < chance:
+        if chance and network._random.random() < chance and buffer.nbytes:
             ctypes.c_uint8.from_address(buffer.address).value ^= 0x40
         self._finish(ticket, error)
         message.source._finish_send(message, None)
