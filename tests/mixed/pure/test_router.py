@@ -151,6 +151,27 @@ def test_a_prefill_engine_that_takes_no_names_is_said_to():
     assert "stream=true" in answer[1]
 
 
+def test_a_decode_engine_that_waits_where_nobody_is_any_more_is_asked_anew():
+    """The prefill engine is started anew between two requests, and answers from another host."""
+
+    class Moving(Engine):
+        async def complete(self, request):
+            self.where["remote_host"] = f"10.0.0.{8 if self.bodies else 7}"
+            return await super().complete(request)
+
+    class Waiting(Engine):
+        async def complete(self, request):
+            body = await request.json()
+            if self.bodies and body["bootstrap_host"].endswith("10.0.0.7"):
+                await asyncio.Event().wait()
+            return await super().complete(request)
+
+    decode = Waiting(SGLANG)
+    answers, _ = asked(Moving(VLLM), decode, 2)
+    assert [status for status, _ in answers] == [200, 200]
+    assert [body["bootstrap_host"] for body in decode.bodies] == ["p0@10.0.0.7", "p0@10.0.0.8"]
+
+
 def test_engines_are_named_with_their_kinds():
     found = servers(["vllm=http://a:1", "sglang=http://b:2", "sglang=http://c:3"], [8998, 8999])
     assert [(each.kind, each.bootstrap_port) for each in found] == [
