@@ -217,19 +217,20 @@ a.close()
 
 
 @pytest.mark.parametrize(
-    "name, words",
+    "name, value, words",
     [
-        ("UCX_RCACHE_ENABLE", "done"),
-        ("UCX_MEM_EVENTS", "unset UCX_MEM_EVENTS"),
+        ("UCX_RCACHE_ENABLE", "n", "done"),
+        ("UCX_MEM_EVENTS", "n", "unset UCX_MEM_EVENTS"),
+        ("UCX_MEM_MMAP_HOOK_MODE", "none", "unset UCX_MEM_EVENTS"),
     ],
 )
-def test_a_lost_peer_does_not_crash_a_ucx_without_its_cache(name, words):
+def test_a_lost_peer_does_not_crash_a_ucx_without_its_cache(name, value, words):
     """UCX before 1.22 asks the cache about what the peer has not taken, whether there is one or not."""
-    said = in_a_new_process(LOSE_A_PEER, **{name: "n"})
+    said = in_a_new_process(LOSE_A_PEER, **{name: value})
     if load_library().version < (1, 22):
         assert words in said
     else:
-        assert said == "done"
+        assert said.endswith("done")
 
 
 def test_a_ucx_without_its_cache_reaches_processes_of_its_host():
