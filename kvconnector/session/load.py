@@ -153,13 +153,10 @@ class Load(Tracked[LoadState]):
             RemoteProtocolError: the producer has another number of cache groups than the load names blocks of.
         """
         num_groups = self.engine.num_groups
-        self.unread_tokens = tuple(
+        if len(self.unread_tokens) > num_groups:
             # an optional group that the producer lacks has nothing to load
-            [
-                tokens if group < num_groups else _NO_RANGE
-                for group, tokens in enumerate(self.unread_tokens)
-            ]
-        )
+            lacking = len(self.unread_tokens) - num_groups
+            self.unread_tokens = self.unread_tokens[:num_groups] + (_NO_RANGE,) * lacking
         if not self.is_followed:
             named = 0 if self.order is None else len(self.order.remote_blocks)
             if any(self.unread_tokens) and named != num_groups:
