@@ -281,7 +281,7 @@ struct kvc_slot {
 /* One for each owner: the driver's rests while another takes place inline. [C] */
 struct kvc_run {
     int64_t owner;           /* `DRIVER` or `INLINE` */
-    int64_t limit_ns;        /* how long it may take; below 0: a single pass */
+    int64_t limit_ns;        /* how long it may take; 0: a single pass */
     struct pollfd *poll_fds; /* UCX's descriptor, the eventfd of `wake_fd` or -1, then those of the caller */
     int64_t num_fds;         /* of the whole array */
 };
@@ -328,7 +328,6 @@ struct kvc_state {
     int (*copy_to_host)(void *to, uint64_t from, size_t nbytes); /* CUresult; both wait */
     int (*copy_to_device)(uint64_t to, const void *from, size_t nbytes);
     int64_t spin_after_work_ns;    /* how long to spin after something moved, before sleeping */
-    int64_t look_at_fds_ns;        /* between two looks at the descriptors */
     int64_t pause_between_passes_ns; /* while nothing moves, but copies are under way */
     int64_t hold_report_ns;        /* how long a complete send waits to be reported together with something else */
     int64_t offer_work_ns;         /* how long pending work is left to other threads before the driver's returns */

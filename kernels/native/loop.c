@@ -564,17 +564,16 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
 }
 
 /* Pause while something may end any moment, or while pending work is offered to other threads, which no sleep is short
- * enough for; else sleep. Returns true if it slept. */
-static bool rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
+ * enough for; else sleep. */
+static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
     if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state) || kvc_has_pending(state)) {
         pause_between(state, run, now);
-        return false;
+        return;
     }
     if (state->complete_ns && state->complete_ns + state->hold_report_ns - now < left_ns)
         left_ns = state->complete_ns + state->hold_report_ns - now;
     sleep_for(state, run, left_ns);
-    return true;
 }
 
 /* Nanoseconds until the run must end. */
@@ -588,7 +587,7 @@ static int64_t time_left(const struct kvc_state *state, const struct kvc_run *ru
 
 static int move(struct kvc_state *state, const struct kvc_run *run)
 {
-    int64_t start = kvc_now_ns(state), looked_at = start, num_inline = -1;
+    int64_t start = kvc_now_ns(state), num_inline = -1;
     for (;;) {
         if (num_inline != state->num_inline) {
             /* work that the caller, or inline progress, has added */
@@ -598,28 +597,24 @@ static int move(struct kvc_state *state, const struct kvc_run *run)
         bool moved = move_once(state);
         int reason = find_reason(state);
         int64_t now = kvc_now_ns(state);
-        bool must_look = now - looked_at >= state->look_at_fds_ns;
-        if (must_look) {
-            looked_at = now;
-            if (!reason && is_readable(run, NUM_OWN_FDS, 0))
-                reason = KVC_READABLE;
-        }
+        if (!reason && is_readable(run, NUM_OWN_FDS, 0))
+            reason = KVC_READABLE;
         if (kvc_must_return(state, run, reason, now))
             return reason ? reason : KVC_READABLE;
         int64_t left_ns = time_left(state, run, start, now);
         if (moved)
             state->moved_ns = now;
-        if (left_ns <= 0 && (run->limit_ns < 0 || must_look || !moved))
+        if (left_ns <= 0)
             return KVC_TIMEOUT;
-        if (!moved && rest(state, run, now, left_ns))
-            looked_at = 0;
+        if (!moved)
+            rest(state, run, now, left_ns);
     }
 }
 
 /* Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
  * (`READABLE`), or the time is over. `entering` says who runs it, and that owner's `runs` for how long.
  *
- * With a time of 0 it returns once nothing moves, with a negative one after a single pass. The caller owns the lock; the
+ * With a time of 0 it returns after a single pass. The caller owns the lock; the
  * driver has released it on return. The driver's thread calls this without the GIL, an engine's thread with it:
  * otherwise a driver's thread that waits for the GIL would get it while it cannot have the lock, again and again. */
 int64_t kvc_run_loop(struct kvc_state *state)

@@ -28,7 +28,6 @@ OFF: Mapping[str, dict[str, float]] = {
     "WAIT_LIMIT_S": {"WAIT_LIMIT_S": 0.0},
     "HOLD_REPORT_NS": {"HOLD_REPORT_NS": 0},
     AGAIN: {},
-    "LOOK_AT_FDS_NS": {"LOOK_AT_FDS_NS": 0},
     "PAUSE_CUDA_NS": {"PAUSE_CUDA_NS": 0},
     "LOOK_AT_LEASE_S": {"LOOK_AT_LEASE_S": pacing.MAX_SLEEP_S},
     "LOOK_AGAIN_S": {"LOOK_AGAIN_S": pacing.MAX_SLEEP_S},

@@ -31,8 +31,6 @@ time after its last chunk, so one turn of the driver handles both."""
 
 # ---- pace: how often the loop looks ----
 
-LOOK_AT_FDS_NS = 10_000
-"""Between two looks at descriptors while chunks move."""
 PAUSE_CUDA_NS = 5_000
 """Between two looks at copies under way. A GPU's chunk takes tens of microseconds, and every look at it may take the
 driver's locks from the engine's thread."""

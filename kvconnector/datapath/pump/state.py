@@ -77,10 +77,9 @@ class LoopState:
         self._wake_fds = np.array([(self.wake_fd, _POLLIN, 0)], _POLL_FD)
         runs = (r.Run * 3)()
         self.runs = list(runs)
-        """By owner, how long its next run may take, below 0 for one look at everything; and what else ends it."""
+        """By owner, how long its next run may take, 0 for one look at everything; and what else ends it."""
         for owner in (LOOK, r.DRIVER, r.INLINE):
             self.runs[owner].owner = r.DRIVER if owner == r.DRIVER else r.INLINE
-        self.runs[LOOK].limit_ns = -1
         self.watched: dict[int, tuple[int, ...]] = {}
         """The descriptors of the caller's that end an owner's runs."""
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
@@ -114,7 +113,6 @@ class LoopState:
         state = self.record
         state.offer_work_ns = pacing.OFFER_WORK_NS
         state.hold_report_ns = pacing.HOLD_REPORT_NS
-        state.look_at_fds_ns = pacing.LOOK_AT_FDS_NS
         state.pause_between_passes_ns = pacing.PAUSE_CUDA_NS if self._on_gpu else 0
 
     def close(self) -> None:

@@ -563,7 +563,7 @@ static uint64_t sum(const void *address, size_t nbytes)
 static struct kvc_state new_state(struct kvc_lock *lock, struct pollfd *wake, struct kvc_run *runs,
                                   struct kvc_tag_info *info)
 {
-    runs[KVC_NOBODY] = (struct kvc_run){KVC_INLINE, -1, wake, 1};
+    runs[KVC_NOBODY] = (struct kvc_run){KVC_INLINE, 0, wake, 1};
     runs[KVC_DRIVER] = (struct kvc_run){KVC_DRIVER, KVC_NS_PER_MS, wake, 1};
     runs[KVC_INLINE] = (struct kvc_run){KVC_INLINE, 0, wake, 1};
     return (struct kvc_state){
