@@ -7,6 +7,7 @@ import traceback
 from contextlib import ExitStack
 
 from tests.sglang.harness.cases import CASES
+from tests.sglang.harness.device import Device
 from tests.sglang.harness.engine import Engine, EngineSpec, preload
 from tests.sglang.harness.model import model_of
 from tests.sglang.harness.pair import Pair
@@ -30,21 +31,23 @@ def main():
     arguments = arguments_of()
     folder, backend = arguments.folder, arguments.backend
     chosen = [BY_NAME[name] for name in arguments.cases]
-    reasons = {case.name: case.why_not for case in chosen}
+    device = Device(arguments.device, dict(arguments.option))
+    reasons = {case.name: device.why_not(case) for case in chosen}
     if arguments.list:
         list_cases(reasons)
         return 0
-    preload()
+    preload(device)
     import sglang
 
-    report = Report(folder, environment(sglang=sglang.__version__), reasons)
+    facts = environment(device=device.name, sglang=sglang.__version__)
+    report = Report(folder, facts, reasons)
     in_own_process(lambda: [model_of(folder, **case.model) for case in chosen])
     with ExitStack() as stack:
-        alone = Alone(folder, stack)
+        alone = Alone(folder, stack, device)
         for case in chosen:
-            if not case.why_not:
+            if not reasons[case.name]:
                 started = time.monotonic()
-                outcome = run_case(case, folder, alone, backend)
+                outcome = run_case(case, folder, alone, backend, device)
                 report.add(case.name, backend, outcome, time.monotonic() - started)
     return report.end(backend)
 
@@ -53,6 +56,15 @@ def arguments_of():
     parser = cases_parser("scripts/test_sglang")
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--backend", default=OURS, help="or nixl, mooncake: SGLang's own")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        type=lambda text: text.split("=", 1),
+        help="an option of sglang.launch_server for all engines",
+    )
 
     def is_chosen(case, arguments):
         is_ours = arguments.backend == OURS
@@ -64,8 +76,9 @@ def arguments_of():
 class Alone:
     """One engine alone, of the last case's model."""
 
-    def __init__(self, folder, stack):
+    def __init__(self, folder, stack, device):
         self._folder, self._engine, self._model, self._known = folder, None, None, {}
+        self._device = device
         stack.callback(self._stop)
 
     def of(self, model, options):
@@ -73,7 +86,13 @@ class Alone:
         if (model, options) != self._model:
             self._stop()
             log = self._folder / "alone.log"
-            spec = EngineSpec(model=str(model), log=log, dumps=self._folder, options=dict(options))
+            spec = EngineSpec(
+                model=str(model),
+                log=log,
+                dumps=self._folder,
+                options=dict(options),
+                device=self._device,
+            )
             self._model, self._known = (model, options), {}
             self._engine = Engine(spec)
             self._engine.wait_until_ready()
@@ -91,7 +110,7 @@ class Alone:
             self._engine.kill()
 
 
-def run_case(case, folder, alone, backend):
+def run_case(case, folder, alone, backend, device):
     """Start the two engines, run the scenario, and end them."""
     outcome, place = Outcome(), folder / case.name
     shutil.rmtree(place, ignore_errors=True)
@@ -103,7 +122,7 @@ def run_case(case, folder, alone, backend):
         one = tuple(each for each in sorted(common) if each[0] == "disable-radix-cache")
         if case.model.get("window"):  # what it computes does not depend on a pool of windows
             one += (("disable-hybrid-swa-memory", True),)
-        pair = Pair(case, model, place, alone.of(model, one), backend)
+        pair = Pair(case, model, place, alone.of(model, one), backend=backend, device=device)
         started = time.monotonic()
         pair.wait_until_ready()
         outcome.figures["start_s"] = round(time.monotonic() - started, 1)

@@ -62,6 +62,8 @@ def _dump(folder, scheduler, req, side):
 
     if req.bootstrap_room is None:
         return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the step that computes the prompt's end may still run
     parallel = get_parallel()
     found = Digests(scheduler, req, parallel.attn_tp_rank, parallel.attn_tp_size).of_request()
     rank = f"{parallel.pp_rank}.{parallel.attn_cp_rank}.{parallel.attn_tp_rank}"
@@ -140,7 +142,7 @@ class Digests:
 
 
 def _bytes(tensor):
-    return tensor.contiguous().view(torch.uint8).numpy()
+    return tensor.cpu().contiguous().view(torch.uint8).numpy()
 
 
 def compare(folder, room):

@@ -8,12 +8,12 @@ import http.client
 import importlib
 import json
 import multiprocessing
-import os
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.sglang.harness.device import CPU, Device
 from tests.support.engine_process import EngineProcess
 from tests.support.ports import free_ports
 from tests.vllm.harness.report import NoAnswerError
@@ -35,10 +35,7 @@ MODULES = (
     "tests.sglang.harness.dump",
 )
 OPTIONS = {
-    "device": "cpu",
-    "attention-backend": "torch_native",
     "dtype": "float32",
-    "disable-overlap-schedule": True,
     "max-total-tokens": 8192,
     "max-running-requests": 4,
     "page-size": 16,
@@ -54,8 +51,8 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`, where None leaves one out;
-    `dumps`: the folder for the digests of its cache.
+    """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS` and those of its `device`,
+    where None leaves one out; `dumps`: the folder for the digests of its cache.
     """
 
     model: str
@@ -63,12 +60,13 @@ class EngineSpec:
     dumps: Path
     options: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
+    device: Device = CPU
 
     @property
     def arguments(self):
         """Return the command line."""
-        flags = []
-        for name, value in {"model-path": self.model, **OPTIONS, **self.options}.items():
+        flags, common = [], {"model-path": self.model, **OPTIONS, **self.device.options}
+        for name, value in (common | self.options).items():
             if value is not None:
                 flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return flags
@@ -143,7 +141,8 @@ class Engine(EngineProcess):
     def __init__(self, spec, port=None):
         self.spec = spec
         self.port = port or free_ports()
-        super().__init__(spec, _run, [*spec.arguments, "--port", str(self.port)], spec.dumps)
+        arguments = [*spec.arguments, "--port", str(self.port)]
+        super().__init__(spec, _run, arguments, spec.dumps, spec.device.kind)
 
     def wait_until_ready(self):
         """Wait until the engine answers.
@@ -201,14 +200,16 @@ class Engine(EngineProcess):
         return lines[-1] if lines else "see its log"
 
 
-def preload():
+def preload(device=CPU):
     """Import what every engine needs, once."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    device.prepare()
     for name in MODULES:
         importlib.import_module(name)
+    if device.kind == "cuda" and importlib.import_module("torch").cuda.is_initialized():
+        raise RuntimeError("importing SGLang has used CUDA: engines forked from here cannot")
 
 
-def _run(arguments, dumps):
+def _run(arguments, dumps, kind):
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -219,9 +220,9 @@ def _run(arguments, dumps):
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=True)
     dump_into(dumps)
-    stand_in()
+    stand_in(kind)
     rest_when_idle()
-    if "nixl" in arguments:
+    if "nixl" in arguments and kind == "cpu":
         use_host_memory()
     load_plugins()
     run_server(prepare_server_args(arguments))

@@ -14,9 +14,22 @@ UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cp
 """Kernels of gated delta nets, which SGLang looks up for every recurrent model."""
 
 
-def stand_in():
-    """Put them into SGLang's modules, before the engine starts."""
+def stand_in(kind):
+    """Put them into SGLang's modules, before an engine on a device of this kind starts."""
     from sglang.srt.arg_groups import overrides
+
+    # SGLang keeps Gemma 3's windows in the pool of all other layers, although it has a pool for windows
+    overrides._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
+    if kind == "cpu":
+        _stand_in_on_a_cpu()
+        return
+    from sglang.srt.mem_cache import memory_pool
+
+    # it would compile a kernel, for a minute
+    memory_pool.can_use_store_cache = lambda *_: False
+
+
+def _stand_in_on_a_cpu():
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -33,8 +46,6 @@ def stand_in():
 
     if not hasattr(paged, "alloc_decode_naive"):
         _allocate_plainly(paged)
-    # SGLang keeps Gemma 3's windows in the pool of all other layers, although it has a pool for windows
-    overrides._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
     for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
         run = getattr(TorchNativeAttnBackend, name)
         setattr(TorchNativeAttnBackend, name, _through_windows(run))

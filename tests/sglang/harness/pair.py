@@ -5,6 +5,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
+from tests.sglang.harness.device import CPU, ranks_of
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Engine, EngineSpec, Request
 from tests.support.ports import free_ports
@@ -28,7 +29,7 @@ class Asked:
 class Pair:
     """The two engines of `case`, in `folder`."""
 
-    def __init__(self, case, model, folder, alone, backend=OURS):
+    def __init__(self, case, model, folder, alone, *, backend=OURS, device=CPU):
         self._alone = alone
         self.bootstrap_port = free_ports()
         self.dumps = folder / "dumps"
@@ -43,15 +44,13 @@ class Pair:
             log = folder / f"{side}.log"
             log.unlink(missing_ok=True)
             chosen = {"disaggregation-mode": side, **common, **options[side], **of_case}
-            ranks = int(of_case.get("tp", 1)) * int(of_case.get("pp-size", 1))
-            if "enable-dp-attention" not in of_case:
-                ranks *= int(of_case.get("dp-size", 1))
             self.specs[side] = EngineSpec(
                 model=str(model),
                 log=log,
                 dumps=self.dumps,
                 options=chosen,
-                environment={**case.environment, **threads_of(ranks)},
+                environment={**case.environment, **threads_of(ranks_of(of_case))},
+                device=device,
             )
         self.prefill = Engine(self.specs["prefill"])
         self.decode = Engine(self.specs["decode"])
