@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
+from tests.sglang.harness.launchers import OURS, declare_entry_points
+
 pytestmark = pytest.mark.sglang
 
-ROOT = Path(__file__).parents[2]
 GROUP = "sglang.srt.platforms"
 DYNAMO = os.environ.get("KVC_DYNAMO", "")
 """A folder with Dynamo's wheels: see scripts/test_sglang --launchers."""
@@ -43,20 +42,12 @@ def run(tmp_path):
         pytest.skip("needs SGLang itself")
 
     def run(*arguments, groups=(), path=""):
-        declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-        info = tmp_path / "ours-0.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 0\n", "utf-8")
-        sections = [
-            f"[{group}]\nours = {declared['entry-points'][group]['kvconnector']}\n"
-            for group in groups
-        ]
-        (info / "entry_points.txt").write_text("\n".join(sections), "utf-8")
+        declare_entry_points(tmp_path, groups)
         folders = [str(tmp_path), path, os.environ.get("PYTHONPATH", "")]
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_PLUGINS": "ours",  # not those of the installed distribution
+            "SGLANG_PLUGINS": OURS,  # not those of the installed distribution
         }
         return subprocess.run(
             [sys.executable, *arguments],

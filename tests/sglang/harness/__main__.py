@@ -118,6 +118,9 @@ def run_case(case, folder, alone, backend, device):
     pair = None
     try:
         model = model_of(folder, **case.model)
+        if case.servers is not None:
+            case.servers(place, outcome, model, alone.of(model, ()))
+            return outcome
         common = case.prefill.items() & case.decode.items()
         one = tuple(each for each in sorted(common) if each[0] == "disable-radix-cache")
         if case.model.get("window"):  # what it computes does not depend on a pool of windows

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.sglang.harness import launchers
 from tests.sglang.harness import scenarios as s
 
 
@@ -13,6 +14,7 @@ class Case:
 
     `prefill` and `decode` are options of `sglang.launch_server`. `is_quick`: run for every change. `is_ours`: it needs
     settings or errors of ours, or transfers that SGLang's backends lack. `why_not`: why it cannot run on a CPU.
+    `servers` starts engines itself, on a CPU, in place of all this.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Case:
     is_quick: bool = False
     is_ours: bool = False
     why_not: str = ""
+    servers: Callable | None = None
 
 
 def _page(size):
@@ -169,4 +172,5 @@ CASES = (
     _lost("lost-router", s.lost_router),
     _ours("keys", s.keys, environment=s.SOON),
     *DATA_PARALLEL,
+    _ours("dynamo", servers=launchers.dynamo, why_not=launchers.why_not()),
 )
