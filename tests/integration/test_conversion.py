@@ -167,8 +167,7 @@ def check(p, d, source, target):
             factors = p.factors(layer, part), d.factors(layer, part)
             found, want = d.bits(layer, part, target, TOKENS), stored(numbers, *factors, d)
             if d.rounding == "cast" and d.device != "cpu":
-                for each in (found, want):
-                    each[each == 0xFF] = 0x7F  # a GPU's arithmetic drops the sign of NaN
+                want[want == 0xFF] = 0x7F  # a GPU's instructions know one NaN
             assert torch.equal(found, want)
 
 

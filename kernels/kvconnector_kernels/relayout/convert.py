@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,12 @@ ELEMENT_TYPES = {"float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2":
 ROUNDINGS = {"nearest": 0, "truncated": 1, "cast": 2}
 """Rules by which fp8 stores a value, and their numbers in kvc.h; kernels/native/convert.c says what each does."""
 _WIDE = frozenset({"float16", "bfloat16"})
+BY_DIVISION, BY_RECIPROCAL, BY_PAIR = range(3)
+"""Ways in which a GPU divides by a scale, see `Conversion.division`."""
+_PAIR_SCALES = (2.0**-30, 2.0**60)
+"""Between these, no step of `BY_PAIR` overflows or loses bits to denormals where that could change an fp8 number."""
+_HAVE_CASTS = (8, 9)
+"""From this compute capability on, GPUs have instructions from and to fp8."""
 
 
 def is_scaled(element: str) -> bool:
@@ -73,11 +79,19 @@ class Conversion:
         types = ELEMENT_TYPES[src_element] << 8 | ELEMENT_TYPES[dst_element]
         self.number = ROUNDINGS[rounding] << 16 | types
         self.scales = np.array(scales, dtype=np.float32, order="C")
+        on_gpu = device != "cpu"
+        self.signed_nan = rounding == "cast" and not on_gpu
+        """True if NaN keeps its sign: a GPU's instructions know one NaN."""
+        # a source's scale makes numbers larger or smaller before they are divided
+        divided = self.scales if is_scaled(src_element) else self.scales[..., 1:]
+        self.division = _division(divided, is_fused=on_gpu)
+        """How a GPU divides by the destination's scales: `BY_DIVISION`; `BY_RECIPROCAL`, one multiplication, if all
+        are powers of two; or `BY_PAIR`, see `kernel_scales`."""
+        self.has_casts = on_gpu and _has_casts(device)
+        """True if the device's instructions convert from and to fp8."""
         self.device_scales: torch.Tensor | None = None
-        if device != "cpu":
-            import torch
-
-            self.device_scales = torch.tensor(self.scales).to(device)
+        if on_gpu:
+            self.device_scales = self.kernel_scales().to(device)
         self.row_bytes = self.scales.strides[0]
         """Bytes of the scales of one row."""
 
@@ -89,10 +103,42 @@ class Conversion:
         address: int = self.scales.__array_interface__["data"][0]
         return address
 
-    def kernel_scales(self) -> Any:
-        """Return the scales as Triton takes them."""
-        if self.device_scales is not None:
-            return self.device_scales
+    def kernel_scales(self) -> torch.Tensor:
+        """Return the scales as the Triton kernel takes them, float32 `[num_parts, num_heads, 5]`: the source's, the
+        destination's, the number nearest to the reciprocal of that, the largest number below it, and what this lacks,
+        rounded up. The last two are the reciprocal to within 2^-46 of it, and neither is 0.
+        """
         import torch
 
-        return torch.tensor(self.scales)
+        if self.device_scales is not None:
+            return self.device_scales
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            exact = 1 / self.scales[..., 1].astype(np.float64)
+            nearest = exact.astype(np.float32)
+            below = np.where(nearest < exact, nearest, np.nextafter(nearest, np.float32(0)))
+            lacking = exact - below
+            rest = lacking.astype(np.float32)
+            rest = np.where(rest < lacking, np.nextafter(rest, np.float32(np.inf)), rest)
+        columns = [self.scales[..., 0], self.scales[..., 1], nearest, below, rest]
+        return torch.tensor(np.stack(columns, -1))
+
+
+def _division(scales: npt.NDArray[np.float32], *, is_fused: bool) -> int:
+    """Return how to divide by the last of each head's scales, which a first may have multiplied. `is_fused`: products
+    are added without rounding them first.
+    """
+    theirs = scales[..., -1]
+    smallest, largest = float(theirs.min()), float(theirs.max())
+    if (np.frexp(theirs)[0] == 0.5).all() and smallest >= 2.0**-126 and largest <= 2.0**126:
+        return BY_RECIPROCAL
+    if is_fused and _PAIR_SCALES[0] <= float(scales.min()) and scales.max() <= _PAIR_SCALES[1]:
+        return BY_PAIR
+    return BY_DIVISION
+
+
+def _has_casts(device: str) -> bool:
+    import torch
+
+    return (
+        torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= _HAVE_CASTS
+    )

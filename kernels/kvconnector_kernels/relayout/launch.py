@@ -16,7 +16,6 @@ from kvconnector_kernels.relayout.convert import Conversion
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, PagedSide, Side, check_copy
 from kvconnector_kernels.relayout.tiles import Tiling, plan_tiles
 from kvconnector_kernels.relayout.triton import (
-    NUM_WARPS,
     kernel_constants,
     on_device,
     relayout_kernel,
@@ -96,9 +95,9 @@ def prepare_launch(
     pointers, tail = (_pointers(src), _pointers(dst)), tiling.numbers(geometry)
     # the first tile's start is a run-time argument of the kernel; the rest of the tiling is fixed at compile time
     aligned = tuple([address % ALIGN_BYTES for side in pointers for address in side])
-    compiled_for = (tiling.tile, tiling.is_even, tiling.src[2:], tiling.dst[2:])
-    number = 0 if conversion is None else conversion.number
-    key = (src.device, *is_packed, *aligned, *compiled_for, number)
+    compiled_for = (tiling.tile, tiling.is_one_tile, tiling.is_even, tiling.src[2:], tiling.dst[2:])
+    converted = None if conversion is None else (conversion.number, conversion.division)
+    key = (src.device, *is_packed, *aligned, *compiled_for, converted)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _compile(src, dst, tiling, geometry, tail, conversion)
@@ -135,7 +134,10 @@ def _compile(
     )
     with on_device(src.device):
         compiled = relayout_kernel.warmup(
-            *arguments, grid=(1,), **kernel_constants(tiling, conversion), num_warps=NUM_WARPS
+            *arguments,
+            grid=(1,),
+            **kernel_constants(tiling, conversion),
+            num_warps=tiling.num_warps,
         )
         compiled._init_handles()
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:

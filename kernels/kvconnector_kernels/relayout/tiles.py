@@ -22,6 +22,12 @@ _MAX_ACCESS_BYTES = 16
 _MAX_WORD_BYTES = 8
 _ROW_TILE_BYTES = 16384
 _ITEM_TILE_BYTES = 8192
+_WARPS = 4
+# A conversion computes between its loads and its stores. On the multiprocessors of a capped launch, only other
+# warps of the same program hide that: so tiles are larger, and each warp has no more elements than a plain copy's.
+_CONVERTED_TILE_BYTES = 32768
+_CONVERTED_WARPS = 16
+_CONVERTED_WARP_ITEMS = 1024
 # Fewer tokens than this per tile cost more than looking up every token's block.
 _MIN_ONE_BLOCK_TOKENS = 8
 _ROW_TILE_TOKENS = 16
@@ -42,6 +48,8 @@ class SideTiling(NamedTuple):
     # Along which tile axis neighbours are adjacent in memory: 1 tokens, 2 words, 0 unknown.
     contiguous_axis: int
     align_bytes: int
+    # No runs, and a kernel of its own for that.
+    is_adjacent: bool
 
 
 class Tile(NamedTuple):
@@ -64,6 +72,9 @@ class Tiling(NamedTuple):
     is_even: bool
     src: SideTiling
     dst: SideTiling
+    num_warps: int
+    is_one_tile: tuple[bool, bool]
+    """If True, all words, and all heads, are in one tile, and there is a kernel of its own for that."""
 
     def counts(self, geometry: CopyGeometry) -> tuple[int, int, int]:
         """Tiles along tokens, heads and words."""
@@ -130,25 +141,51 @@ def plan_tiles(
         is_row_copy,
         bits % _MAX_ACCESS_BYTES,
         math.gcd(ours.whole_tokens, theirs.whole_tokens),
+        _ROW_TILE_BYTES if conversion is None else _CONVERTED_TILE_BYTES,
     )
     lead_tokens = _lead_tokens(facts, tile.tokens)
+    # Kernels that convert are compiled for each pair of pools when engines meet; others serve many.
+    is_special = conversion is not None
+    ours_tiling, theirs_tiling = (
+        _tile_side(
+            side_facts,
+            tile if conversion is None else tile._replace(word_bytes=item),
+            lead_tokens,
+            # accesses of as many elements on both sides, so that a lane keeps what it loads
+            _MAX_ACCESS_BYTES * item // max(items),
+            is_adjacent=is_special and (isinstance(side, PackedSide) or side.runs == ADJACENT),
+        )
+        for side, side_facts, item in zip((src, dst), facts, items, strict=True)
+    )
     return Tiling(
         tile,
         lead_tokens,
         # Rows are vectorised along their words whatever the tokens' mask; only a transposed tile profits from knowing.
         not is_row_copy and lead_tokens == 0 and geometry.num_tokens % tile.tokens == 0,
-        _tile_side(ours, _words_of(tile, items[0], conversion), lead_tokens),
-        _tile_side(theirs, _words_of(tile, items[1], conversion), lead_tokens),
+        ours_tiling,
+        theirs_tiling,
+        _warps_that_convert(tile) if is_special else _WARPS,
+        (
+            is_special and tile.num_words <= tile.words,
+            is_special and geometry.num_heads <= tile.heads,
+        ),
     )
 
 
-def _words_of(tile: Tile, item: int, conversion: Conversion | None) -> Tile:
-    return tile if conversion is None else tile._replace(word_bytes=item)
+def _warps_that_convert(tile: Tile) -> int:
+    count = tile.heads * tile.tokens * tile.words // _CONVERTED_WARP_ITEMS
+    return min(_CONVERTED_WARPS, max(_WARPS, count))
 
 
 @lru_cache(maxsize=1024)
 def _tile(
-    head_dim: int, item_size_bytes: int, num_heads: int, is_row_copy: bool, bits: int, whole: int
+    head_dim: int,
+    item_size_bytes: int,
+    num_heads: int,
+    is_row_copy: bool,
+    bits: int,
+    whole: int,
+    row_tile_bytes: int,
 ) -> Tile:
     """Return the tile, which does not depend on which tokens are copied. `bits` are the union of all addresses and
     strides that must be aligned, as far as they matter. Tokens are adjacent on both sides from each multiple of `whole`
@@ -157,7 +194,7 @@ def _tile(
     row_bytes = head_dim * item_size_bytes
     if is_row_copy:
         word_bytes = min(_MAX_WORD_BYTES, _alignment(bits | row_bytes))
-        tile_bytes, max_tokens = _ROW_TILE_BYTES, _ROW_TILE_TOKENS
+        tile_bytes, max_tokens = row_tile_bytes, _ROW_TILE_TOKENS
     else:
         word_bytes = item_size_bytes
         if _alignment(bits) < word_bytes:
@@ -234,7 +271,9 @@ def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
     return 0
 
 
-def _tile_side(side: _SideFacts, tile: Tile, lead_tokens: int) -> SideTiling:
+def _tile_side(
+    side: _SideFacts, tile: Tile, lead_tokens: int, access_bytes: int, *, is_adjacent: bool
+) -> SideTiling:
     origin = side.first_token - lead_tokens
     starts_aligned = origin % tile.tokens == 0
     is_one_block = not side.whole_tokens or (
@@ -245,7 +284,8 @@ def _tile_side(side: _SideFacts, tile: Tile, lead_tokens: int) -> SideTiling:
         axis, bits = 2, side.base_bits | side.token_bits | tile.words * tile.word_bytes
     elif side.is_token_contiguous and is_one_block and starts_aligned:
         axis, bits = 1, side.base_bits | side.dim_bits | tile.tokens * tile.word_bytes
-    return SideTiling(origin, side.base_tokens, is_one_block, axis, _alignment(bits))
+    align_bytes = _alignment(bits, access_bytes)
+    return SideTiling(origin, side.base_tokens, is_one_block, axis, align_bytes, is_adjacent)
 
 
 def _alignment(bits: int, cap: int = _MAX_ACCESS_BYTES) -> int:

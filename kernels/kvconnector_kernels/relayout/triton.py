@@ -30,7 +30,6 @@ from kvconnector_kernels.relayout.sides import (
 )
 from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
 
-NUM_WARPS = 4
 _WORD_TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _SIDE_NUMBERS = (
     *("address", "part_stride", "head_stride", "token_stride", "dim_stride", "part_start"),
@@ -49,7 +48,7 @@ def _tile_pointers(
     heads, tokens_mask, words,  # [HEADS], [TOKENS], [WORDS]
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr, ADJACENT: tl.constexpr,
 ):
     # fmt: on
     """Pointers to the tile's words, `[HEADS, TOKENS, WORDS]`."""
@@ -76,7 +75,9 @@ def _tile_pointers(
     else:
         block_step = tl.load(row + 1) // WORD_BYTES
         if ONE_BLOCK:
-            at = base_token + first_token // run * step + first_token % run
+            at = base_token + first_token
+            if not ADJACENT:
+                at = base_token + first_token // run * step + first_token % run
             block = tl.load(ids + at // block_size).to(tl.int64)
             start = block * block_step + (at % block_size).to(tl.int64) * token_step
             base += start * WORD_BYTES
@@ -172,37 +173,109 @@ def _truncated(value, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _value_of(number, TYPE: tl.constexpr):
+def _value_of(number, TYPE: tl.constexpr, HAS_CASTS: tl.constexpr):
     """Return an element's number as float32. `TYPE` is one of `ELEMENT_TYPES`."""
-    if TYPE == 1:
-        return _widen(number, 13, 112, 0x400, 2.0**-24, 0x7C00, 0x8000)
     if TYPE == 2:
-        return (number.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    if TYPE == 3:
-        return _widen(number, 20, 120, 8, 2.0**-9, 0x7F, 0x80)
-    return _widen(number, 21, 112, 4, 2.0**-16, 0x7C, 0x80)
+        value = (number.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif HAS_CASTS:
+        if TYPE == 1:
+            value = number.to(tl.float16, bitcast=True).to(tl.float32)
+        elif TYPE == 3:
+            value = number.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            value = number.to(tl.float8e5, bitcast=True).to(tl.float32)
+    elif TYPE == 1:
+        value = _widen(number, 13, 112, 0x400, 2.0**-24, 0x7C00, 0x8000)
+    elif TYPE == 3:
+        value = _widen(number, 20, 120, 8, 2.0**-9, 0x7F, 0x80)
+    else:
+        value = _widen(number, 21, 112, 4, 2.0**-16, 0x7C, 0x80)
+    return value
 
 
 @triton.jit
-def _number_of(value, TYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return a float32 as the bits of an element. `ROUNDING` is one of `ROUNDINGS`."""
+def _divided(
+    value, scale, nearest, below, rest, SRC_TYPE: tl.constexpr, DIVISION: tl.constexpr
+):
+    """Return a value divided by the destination's scale as fp8 tells the quotient from others; see `kernel_scales` for
+    the other factors. If `BY_PAIR` and the source is fp8, the value comes with the other sign.
+
+    An instruction that divides is a subroutine of a GPU, entered for every zero. So `BY_PAIR` multiplies by the sum of
+    two numbers, `below` and `rest`: the quotient has an error of at most 1.5 * 2^-46 of it before its only rounding.
+    fp8 asks whether the quotient as a float is below, above or exactly some B of at most 5 bits, so on which side of an
+    M the exact one is, of 25 bits or 26: B (1 +- 2^-24), or B (1 - 2^-25) if B is a power of two. A `value` of 11 bits
+    or fewer, as in bf16 and fp16, has at least 36 zeros at the end where the product of M and `scale` has its last bit.
+    M's few bits allow no such product so close to a number of so many zeros, but that of scale 1 - 2^-24 and M
+    1 + 2^-24: there `rest`, rounded up, has the right side.
+
+    Longer values, fp8 numbers times scales, may be closer. The remainder, which a fused multiplication gives exactly,
+    corrects their quotients to the nearest float (Markstein), as `nearest` is the nearest to the reciprocal.
+
+    No step adds zeros of unlike signs, or infinities, but for the infinities of e5m2, which are set aside.
+    """
+    if DIVISION == 0:
+        found = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
+    elif DIVISION == 1:
+        found = value * nearest
+    elif SRC_TYPE <= 2:
+        found = tl.fma(value, tl.broadcast_to(below, value.shape), value * rest)
+    else:
+        found = tl.fma(value, tl.broadcast_to(-below, value.shape), value * -rest)
+        excess = tl.fma(found, tl.broadcast_to(scale, value.shape), value)
+        found = tl.fma(excess, tl.broadcast_to(-nearest, value.shape), found)
+        if SRC_TYPE == 4:
+            found = tl.where(tl.abs(value) < 2.0**96, found, -value)
+    return found
+
+
+@triton.jit
+def _cast(value, TYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return a float32 as the bits of an element, by a GPU's instructions. Those to fp8 saturate, and have one NaN."""
+    is_nan = value != value  # noqa: PLR0124 (only NaN is)
     if TYPE == 1:
-        return _narrow(
+        found = value.to(tl.float16).to(tl.uint16, bitcast=True)
+        found = tl.where(is_nan, tl.full((), 0x7E00, tl.uint16), found)
+    elif TYPE == 2:
+        found = value.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+        found = tl.where(is_nan, tl.full((), 0x7FC0, tl.uint16), found)
+    elif TYPE == 3:
+        found = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        found = value.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+        if ROUNDING == 2:  # infinity follows the largest number, 57344
+            infinity = (found & 0x80) | tl.full((), 0x7C, tl.uint8)
+            found = tl.where(tl.abs(value) >= 61440.0, infinity, found)
+    return found
+
+
+@triton.jit
+def _number_of(
+    value, TYPE: tl.constexpr, ROUNDING: tl.constexpr, SIGNED_NAN: tl.constexpr, HAS_CASTS: tl.constexpr
+):
+    """Return a float32 as the bits of an element. `ROUNDING` is one of `ROUNDINGS`."""
+    if ROUNDING == 1:
+        found = _truncated(value, TYPE)
+    elif HAS_CASTS:
+        found = _cast(value, TYPE, ROUNDING)
+    elif TYPE == 1:
+        found = _narrow(
             value, 13, 112, 0x38800000, 0.5, 0x3F000000, 0x47800000, 0x7E00, 0x8000, False
         )
-    if TYPE == 2:
+    elif TYPE == 2:
         bits = value.to(tl.uint32, bitcast=True)
         found = (bits + _bits(0x7FFF) + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & _bits(0x7FFFFFFF)) > _bits(0x7F800000)
-        return tl.where(is_nan, _bits(0x7FC0), found)
-    if ROUNDING == 1:
-        return _truncated(value, TYPE)
-    if TYPE == 3:
-        return _narrow(
-            value, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x43E00000, 0x7F, 0x80, ROUNDING == 2
+        found = tl.where(is_nan, _bits(0x7FC0), found)
+    elif TYPE == 3:
+        found = _narrow(
+            value, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x43E00000, 0x7F, 0x80, SIGNED_NAN
         )
-    largest: tl.constexpr = 0x47800000 if ROUNDING == 2 else 0x47600000
-    return _narrow(value, 21, 112, 0x38800000, 128.0, 0x43000000, largest, 0x7F, 0x80, ROUNDING == 2)
+    else:
+        largest: tl.constexpr = 0x47800000 if ROUNDING == 2 else 0x47600000
+        found = _narrow(
+            value, 21, 112, 0x38800000, 128.0, 0x43000000, largest, 0x7F, 0x80, SIGNED_NAN
+        )
+    return found
 
 
 # fmt: off
@@ -226,22 +299,29 @@ def relayout_kernel(
     dst_base: tl.int32, dst_run: tl.int32, dst_step: tl.int32,
     num_heads: tl.int32, num_tokens: tl.int32, lead_tokens: tl.int32,
     num_tiles: tl.int32, num_token_tiles: tl.int32, num_head_tiles: tl.int32, num_word_tiles: tl.int32,
-    scales,  # float32 [row of the paged destination or source, head, 2]; None if elements are copied as they are
+    scales,  # `Conversion.kernel_scales`, a row per part; None if elements are copied as they are
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr, DST_WORD: tl.constexpr, DST_WORD_BYTES: tl.constexpr,
     SRC_TYPE: tl.constexpr, DST_TYPE: tl.constexpr, SRC_SCALED: tl.constexpr, DST_SCALED: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    ROUNDING: tl.constexpr, SIGNED_NAN: tl.constexpr, DIVISION: tl.constexpr, HAS_CASTS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, EVEN_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    ONE_WORD_TILE: tl.constexpr, ONE_HEAD_TILE: tl.constexpr, EVEN_TOKENS: tl.constexpr,
     SRC_ONE_BLOCK: tl.constexpr, SRC_AXIS: tl.constexpr, SRC_ALIGN: tl.constexpr,
+    SRC_ADJACENT: tl.constexpr,
     DST_ONE_BLOCK: tl.constexpr, DST_AXIS: tl.constexpr, DST_ALIGN: tl.constexpr,
+    DST_ADJACENT: tl.constexpr,
 ):
     # fmt: on
     """Copies tiles `program_id`, `program_id + num_programs`, ...; words vary fastest, then heads, tokens, parts."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        words = (tile % num_word_tiles) * WORDS + tl.arange(0, WORDS)
-        rest = tile // num_word_tiles
-        heads = (rest % num_head_tiles) * HEADS + tl.arange(0, HEADS)
-        rest = rest // num_head_tiles
+        rest, words, heads = tile, tl.arange(0, WORDS), tl.arange(0, HEADS)
+        # divisions by what is not known take a good part of a tile's time
+        if not ONE_WORD_TILE:
+            words += (rest % num_word_tiles) * WORDS
+            rest = rest // num_word_tiles
+        if not ONE_HEAD_TILE:
+            heads += (rest % num_head_tiles) * HEADS
+            rest = rest // num_head_tiles
         tile_start = (rest % num_token_tiles) * TOKENS
         part = rest // num_token_tiles
         tokens = tile_start - lead_tokens + tl.arange(0, TOKENS)
@@ -259,31 +339,38 @@ def relayout_kernel(
             src_address, src_part_stride, src_head_stride, src_token_stride, src_dim_stride,
             src_part_start + part, src_block_size, src_base, src_run, src_step,
             src_origin + tile_start, src_head_start + heads, tokens_mask, words,
-            WORD, WORD_BYTES, HEADS, TOKENS, WORDS, SRC_ONE_BLOCK, SRC_AXIS, SRC_ALIGN,
+            WORD, WORD_BYTES, HEADS, TOKENS, WORDS, SRC_ONE_BLOCK, SRC_AXIS, SRC_ALIGN, SRC_ADJACENT,
         )
         dst = _tile_pointers(
             dst_rows, dst_ids,
             dst_address, dst_part_stride, dst_head_stride, dst_token_stride, dst_dim_stride,
             dst_part_start + part, dst_block_size, dst_base, dst_run, dst_step,
             dst_origin + tile_start, dst_head_start + heads, tokens_mask, words,
-            DST_WORD, DST_WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN,
+            DST_WORD, DST_WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN, DST_ADJACENT,
         )
         # fmt: on
         found = tl.load(src, mask=mask)
         if scales is not None:
             # a chunk has no parts of its own: it starts with part 0
             row = (src_part_start if dst_rows is None else dst_part_start) + part
-            pair = scales + (row.to(tl.int64) * num_heads + heads) * 2
-            value = _value_of(found, SRC_TYPE)
+            factors = scales + (row.to(tl.int64) * num_heads + heads) * 5
+            is_head = heads < num_heads
+            value = _value_of(found, SRC_TYPE, HAS_CASTS)
             if SRC_SCALED:
-                value = value * tl.load(pair, mask=heads < num_heads, other=1.0)[:, None, None]
+                scale = tl.load(factors, mask=is_head, other=1.0)
+                if DST_SCALED and ROUNDING != 1 and DIVISION == 2:
+                    scale = -scale
+                value = value * scale[:, None, None]
             if DST_SCALED:
-                scale = tl.load(pair + 1, mask=heads < num_heads, other=1.0)[:, None, None]
+                scale = tl.load(factors + 1, mask=is_head, other=1.0)[:, None, None]
+                nearest = tl.load(factors + 2, mask=is_head, other=1.0)[:, None, None]
+                below = tl.load(factors + 3, mask=is_head, other=1.0)[:, None, None]
+                rest = tl.load(factors + 4, mask=is_head, other=1.0)[:, None, None]
                 if ROUNDING == 1:
-                    value = value * tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+                    value = value * nearest
                 else:
-                    value = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
-            found = _number_of(value, DST_TYPE, ROUNDING).to(DST_WORD)
+                    value = _divided(value, scale, nearest, below, rest, SRC_TYPE, DIVISION)
+            found = _number_of(value, DST_TYPE, ROUNDING, SIGNED_NAN, HAS_CASTS).to(DST_WORD)
         tl.store(dst, found, mask=mask)
 
 
@@ -318,7 +405,7 @@ def relayout_triton(
             *tiling.numbers(geometry),
             None if conversion is None else conversion.kernel_scales(),
             **kernel_constants(tiling, conversion),
-            num_warps=NUM_WARPS,
+            num_warps=tiling.num_warps,
         )
 
 
@@ -350,13 +437,16 @@ def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tupl
 def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> dict[str, Any]:
     """Return the kernel's compile-time arguments."""
     src_bytes = dst_bytes = tiling.tile.word_bytes
-    types, scaled, rounding = (0, 0), (False, False), 0
+    types, scaled, rounding, signed_nan = (0, 0), (False, False), 0, False
+    division, has_casts = 0, False
     if conversion is not None:
         src_bytes, dst_bytes = conversion.src_item_bytes, conversion.dst_item_bytes
         elements = conversion.src_element, conversion.dst_element
         types = ELEMENT_TYPES[elements[0]], ELEMENT_TYPES[elements[1]]
         scaled = is_scaled(elements[0]), is_scaled(elements[1])
         rounding = ROUNDINGS[conversion.rounding]
+        signed_nan = conversion.signed_nan
+        division, has_casts = conversion.division, conversion.has_casts
     return {
         "WORD": _WORD_TYPES[src_bytes],
         "WORD_BYTES": src_bytes,
@@ -367,17 +457,24 @@ def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> di
         "SRC_SCALED": scaled[0],
         "DST_SCALED": scaled[1],
         "ROUNDING": rounding,
+        "SIGNED_NAN": signed_nan,
+        "DIVISION": division,
+        "HAS_CASTS": has_casts,
         "NUM_WORDS": tiling.tile.num_words,
         "HEADS": tiling.tile.heads,
         "TOKENS": tiling.tile.tokens,
         "WORDS": tiling.tile.words,
+        "ONE_WORD_TILE": tiling.is_one_tile[0],
+        "ONE_HEAD_TILE": tiling.is_one_tile[1],
         "EVEN_TOKENS": tiling.is_even,
         "SRC_ONE_BLOCK": tiling.src.is_one_block,
         "SRC_AXIS": tiling.src.contiguous_axis,
         "SRC_ALIGN": tiling.src.align_bytes,
+        "SRC_ADJACENT": tiling.src.is_adjacent,
         "DST_ONE_BLOCK": tiling.dst.is_one_block,
         "DST_AXIS": tiling.dst.contiguous_axis,
         "DST_ALIGN": tiling.dst.align_bytes,
+        "DST_ADJACENT": tiling.dst.is_adjacent,
     }
 
 

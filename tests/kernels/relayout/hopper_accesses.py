@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from kvconnector_kernels.relayout import Conversion, PackedSide, PagedSide
 from kvconnector_kernels.relayout import triton as _  # noqa: F401  (the module below, not Triton)
+from kvconnector_kernels.relayout.convert import BY_DIVISION, BY_PAIR
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from tests.kernels.relayout.pools import inner_strides, part_table
@@ -58,34 +59,60 @@ def compiled(src, dst, conversion=None):
         signature[param.name] = "constexpr" if constant else pointer or param.annotation_type
     source = ASTSource(kernels.relayout_kernel, signature, constants, {})
     target = GPUTarget("cuda", 90, 32)
-    code = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+    code = triton.compile(source, target=target, options={"num_warps": tiling.num_warps})
     ptx: str = code.asm["ptx"]
     return ptx
 
 
-def accesses(src, dst):
-    """Return every distinct load and store of a tile's words in the compiled kernel."""
+def accesses(sides, conversion=None, spaces="global"):
+    """Return every distinct load and store of a tile's words in the compiled kernel, in these spaces of memory."""
     # scalar loads read the tables, vector loads the words of the tile
-    found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", compiled(src, dst))
+    ptx = compiled(*sides, conversion)
+    found = re.findall(rf"((?:ld|st)\.(?:{spaces}))\S*?\.(v\d)\.b(\d+)", ptx)
     return sorted(
         {f"{name} {int(count[1:]) * int(width) // 8} bytes" for name, count, width in found}
     )
 
 
-def converting():
+def conversion_of(elements, rounding="nearest"):
+    """Return a conversion as it is on a GPU that has instructions for fp8."""
+    scales = np.ones((1, HEADS, 2), np.float32)
+    conversion = Conversion(*elements, scales, "cpu", rounding=rounding)
+    conversion.has_casts, conversion.division = True, BY_PAIR
+    return conversion
+
+
+def sides_of(conversion):
+    """Return pools of both types: tokens first in blocks of 16, and heads first in blocks of 64."""
+    items = conversion.src_item_bytes, conversion.dst_item_bytes
+    return side("NHD", 16, items[0]), side("HND", 64, items[1])
+
+
+def arithmetic(*, has_casts, division):
     """Return how the kernels that convert divide, and the registers and conversions of which Hopper alone has some."""
-    scales, found = np.ones((1, HEADS, 2), np.float32), set()
+    found = set()
     for elements in (("bfloat16", "float8_e4m3fn"), ("float8_e5m2", "float16")):
-        conversion = Conversion(*elements, scales, "cpu")
-        items = conversion.src_item_bytes, conversion.dst_item_bytes
-        src, dst = side("NHD", 16, items[0]), side("HND", 64, items[1])
-        ptx = compiled(src, dst, conversion)
+        conversion = conversion_of(elements)
+        conversion.has_casts, conversion.division = has_casts, division
+        ptx = compiled(*sides_of(conversion), conversion)
         found |= set(
-            re.findall(r"\b(?:div\.\w*\.?f32|ex2|cvt\.\w*\.satfinite|\w+\.ftz)[\w.]*", ptx)
+            re.findall(
+                r"\b(?:div\.\w*\.?f32|ex2|cvt\.\w*\.satfinite|cvt\.rn\.f16x2\.e|\w+\.ftz)[\w.]*",
+                ptx,
+            )
         )
     return sorted(found)
 
 
 if __name__ == "__main__":
-    pairs = [accesses(side(*src), side(*dst)) for src, dst in json.loads(sys.argv[1])]
-    sys.stdout.write(json.dumps({"accesses": pairs, "converting": converting()}))
+    pairs, converting = json.loads(sys.argv[1])
+    conversions = [conversion_of(each) for each in converting]
+    facts = {
+        "accesses": [accesses((side(*src), side(*dst))) for src, dst in pairs],
+        "converting_accesses": [
+            accesses(sides_of(each), each, "global|shared") for each in conversions
+        ],
+        "casting": arithmetic(has_casts=True, division=BY_PAIR),
+        "computing": arithmetic(has_casts=False, division=BY_DIVISION),
+    }
+    sys.stdout.write(json.dumps(facts))

@@ -1,5 +1,6 @@
 """Elements that change type on the way: all implementations against torch's casts, with saturation."""
 
+from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -14,10 +15,17 @@ from kvconnector_kernels.relayout import (
     PackedSide,
     PagedSide,
     RelayoutError,
+    convert,
     relayout_cpu,
     relayout_naive,
 )
-from kvconnector_kernels.relayout.convert import element_bytes, is_scaled
+from kvconnector_kernels.relayout.convert import (
+    BY_DIVISION,
+    BY_PAIR,
+    BY_RECIPROCAL,
+    element_bytes,
+    is_scaled,
+)
 from tests.kernels.relayout.pools import (
     ORDERS,
     TILED_BLOCK_SIZES,
@@ -37,6 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 WIDE, NARROW = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
 PAIRS = [*product(WIDE, NARROW), *product(NARROW, WIDE), *product(NARROW, NARROW)]
 SCALES = [1.0, 0.5, 0.0371, 3.7, 1e-6, 250.0, 1e30, 1e-30]
+PAIRS_OF_SCALES = [(each, each if each in (1.0, 0.5) else 1.7 * each) for each in SCALES]
 RULES = [
     *((*pair, "nearest") for pair in PAIRS),
     *(
@@ -56,36 +65,168 @@ def every_number(element):
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 
 
-@implementations
-@rules
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_number_is_stored_as_the_oracle_does(
-    *, copy, device, src_element, dst_element, rounding, scale
-):
-    """Saturation, NaN, infinities, denormals and -0 are among them."""
-    numbers = every_number(src_element).to(device)
-    count, src_item = numbers.numel(), element_bytes(src_element)
-    stored = torch.uint8 if element_bytes(dst_element) == 1 else torch.int16
-    found, want = (torch.zeros(1, 1, 1, count, dtype=stored, device=device) for _ in range(2))
-    pair = np.array([[[scale, 1.7 * scale]]], np.float32)
-    conversion = Conversion(src_element, dst_element, pair, device, rounding=rounding)
-    src = numbers.view(1, 1, 1, count)
+def converted(copy, device, numbers, conversion):
+    """Return what one implementation stores for `[head, number]`, and what the oracle does."""
+    heads, count = numbers.shape
+    items = conversion.src_item_bytes, conversion.dst_item_bytes
+    stored = torch.uint8 if items[1] == 1 else torch.int16
+    src = numbers.view(1, heads, 1, count)
+    found, want = (torch.zeros(src.shape, dtype=stored, device=device) for _ in range(2))
     ids = torch.zeros(1, dtype=torch.int32, device=device)
     sides = [
         PagedSide(
             part_table(
-                [(tensor.data_ptr(), *[count * item] * 3, item)], (1, 1, 1, count, item), device
+                [(tensor.data_ptr(), heads * count * item, *[count * item] * 2, item)],
+                (1, 1, heads, count, item),
+                device,
             ),
             ids.numpy() if device == "cpu" else ids,
         )
-        for tensor, item in ((src, src_item), (found, element_bytes(dst_element)))
+        for tensor, item in zip((src, found), items, strict=True)
     ]
-    copy(*sides, conversion=conversion, num_parts=1, num_heads=1, num_tokens=1)
-    relayout_naive([src], [want], [0], [0], num_heads=1, num_tokens=1, conversion=conversion)
-    if device != "cpu" and rounding == "cast":
-        for each in (found, want):
-            each[each == 0xFF] = 0x7F  # a GPU's arithmetic drops the sign
+    copy(*sides, conversion=conversion, num_parts=1, num_heads=heads, num_tokens=1)
+    relayout_naive([src], [want], [0], [0], num_heads=heads, num_tokens=1, conversion=conversion)
+    if device != "cpu" and conversion.rounding == "cast":
+        want[want == 0xFF] = 0x7F  # a GPU's instructions know one NaN
+    return found, want
+
+
+@implementations
+@rules
+@pytest.mark.parametrize("scales", PAIRS_OF_SCALES)
+def test_every_number_is_stored_as_the_oracle_does(
+    *, copy, device, src_element, dst_element, rounding, scales
+):
+    """Saturation, NaN, infinities, denormals and -0 are among them."""
+    numbers = every_number(src_element).to(device).view(1, -1)
+    scales = np.array([[scales]], np.float32)
+    conversion = Conversion(src_element, dst_element, scales, device, rounding=rounding)
+    found, want = converted(copy, device, numbers, conversion)
     assert torch.equal(found, want)
+
+
+def scales_beside_ties(element, dst_element):
+    """Scales by which some number's quotient is the middle between two of fp8, or the float below or above that."""
+    random = np.random.default_rng(3)
+    fp8 = torch.arange(0x7B, dtype=torch.uint8).view(getattr(torch, dst_element)).float().numpy()
+    middles = (fp8[:-1] + fp8[1:]) / 2
+    numbers = every_number(element).view(getattr(torch, element)).float()
+    ordinary = numbers[(numbers > 1e-2) & (numbers < 1e2)].numpy()
+    chosen = random.choice(ordinary, 4) / random.choice(middles, 4)
+    # whose reciprocal is half a unit of 2^-24 above a number: the quotient of 2^-10, a tie with zero, is closest
+    chosen[0] = 1 - np.float32(2.0**-24)
+    return np.concatenate([chosen, *(np.nextafter(chosen, to) for to in np.float32([0, 9e9]))])
+
+
+@implementations
+@pytest.mark.parametrize("src_element, dst_element", [*product((*WIDE, *NARROW), NARROW)])
+def test_quotients_beside_a_tie_go_where_the_oracle_sends_them(
+    copy, device, src_element, dst_element
+):
+    theirs = scales_beside_ties(src_element, dst_element)
+    ours = np.float32([1.0] * 6 + [0.3] * 6)
+    conversion = Conversion(src_element, dst_element, np.stack([ours, theirs], -1)[None], device)
+    numbers = every_number(src_element).to(device).repeat(len(theirs), 1)
+    found, want = converted(copy, device, numbers, conversion)
+    assert torch.equal(found, want)
+
+
+def nearest_float(exact):
+    """The float32 nearest to a fraction, ties to even."""
+    near = np.float32(float(exact))
+    around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
+    return min(
+        around, key=lambda each: (abs(Fraction(float(each)) - exact), int(each.view(np.uint32)) & 1)
+    )
+
+
+def divided_by_pairs(values, conversion):
+    """Divide as the kernel does on a GPU that has no instruction for it, by the first head's scale."""
+    _, scale, nearest, below, rest = map(float, conversion.kernel_scales()[0, 0])
+    found = []
+    for value in values:
+        if value == 0 or abs(value) >= 2.0**96:
+            found.append(value)
+            continue
+        exact = Fraction(float(value))
+        small = nearest_float(exact * Fraction(rest))
+        quotient = nearest_float(exact * Fraction(below) + Fraction(float(small)))
+        if is_scaled(conversion.src_element):
+            there = Fraction(float(quotient))
+            excess = nearest_float(there * Fraction(scale) - exact)
+            quotient = nearest_float(there - Fraction(float(excess)) * Fraction(nearest))
+        found.append(quotient)
+    return np.float32(found)
+
+
+@examples(40)
+@given(
+    src_element=st.sampled_from((*WIDE, *NARROW)),
+    dst_element=st.sampled_from(NARROW),
+    seed=st.integers(0, 1 << 16),
+    data=st.data(),
+)
+def test_a_pair_of_factors_stands_for_a_division(src_element, dst_element, seed, data):
+    """The arithmetic of GPUs, exact but for its roundings: fp8 cannot tell its quotients from those of a division."""
+    random = np.random.default_rng(seed)
+    every = every_number(src_element).view(getattr(torch, src_element)).float().numpy()
+    every = every[np.isfinite(every)]
+    ordinary = every[(abs(every) > 1e-3) & (abs(every) < 1e3)]
+    values = np.concatenate([random.choice(ordinary, 25), random.choice(every, 25)])
+    if is_scaled(src_element):
+        values = values * np.float32(data.draw(st.floats(0.0009765625, 1024, width=32)))
+    quotients = np.float32([15, 17, 31, 200.0001, 3e-3, 0.7, 1.0625, 1.1875, 463.99997, 1e-5, 500])
+    scale = np.float32(abs(values[0]) / random.choice(quotients))
+    scale = np.nextafter(scale, np.float32(data.draw(st.sampled_from([0, scale, np.inf]))))
+    conversion = Conversion(src_element, dst_element, np.float32([[[1, scale]]]), "cpu")
+    _, _, nearest, below, rest = map(float, conversion.kernel_scales()[0, 0])
+    assert nearest == nearest_float(1 / Fraction(float(scale)))
+    assert 0 < below < 1 / Fraction(float(scale))
+    assert rest > 0
+    found = divided_by_pairs(values, conversion)
+    divided = values / scale
+    if is_scaled(src_element):
+        assert np.array_equal(found, divided)  # the nearest number, not only for fp8
+    most = torch.finfo(getattr(torch, dst_element)).max
+    stored = [
+        torch.tensor(each).clamp(-most, most).to(getattr(torch, dst_element)).view(torch.uint8)
+        for each in (found, divided)
+    ]
+    assert torch.equal(*stored)
+
+
+def test_the_quotient_that_is_closest_to_a_tie_is_beyond_it():
+    """Half of e4m3's smallest number, 2^-9, over 1 - 2^-24: it exceeds the middle of two floats by 2^-48 of it."""
+    scale = 1 - np.float32(2.0**-24)
+    conversion = Conversion("bfloat16", "float8_e4m3fn", np.float32([[[1, scale]]]), "cpu")
+    (found,) = divided_by_pairs(np.float32([2.0**-10]), conversion)
+    assert found == np.float32(2.0**-10) / scale > 2.0**-10
+
+
+@pytest.mark.parametrize(
+    "scales, division, on_a_gpu",
+    [
+        ([1.0, 0.5], BY_RECIPROCAL, BY_RECIPROCAL),
+        ([2.0**-126, 2.0**126], BY_RECIPROCAL, BY_RECIPROCAL),
+        ([2.0**-127, 1.0], BY_DIVISION, BY_DIVISION),  # its reciprocal may be infinite
+        ([1.0, 0.3], BY_DIVISION, BY_PAIR),
+        ([1e30, 0.3], BY_DIVISION, BY_DIVISION),
+    ],
+)
+def test_a_division_becomes_a_multiplication_only_where_that_is_the_same(
+    scales, division, on_a_gpu, monkeypatch
+):
+    """On the CPU, Triton's interpreter rounds products before it adds them. A GPU has the factors in its memory."""
+    monkeypatch.setattr(convert, "_has_casts", lambda device: True)
+    sent = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: sent.append(device) or self)
+    pairs = np.stack([np.ones(2), scales], -1).astype(np.float32)[None]
+    made = [Conversion("bfloat16", "float8_e4m3fn", pairs, each) for each in ("cpu", "cuda:0")]
+    assert [each.division for each in made] == [division, on_a_gpu]
+    assert [each.has_casts for each in made] == [False, True]
+    assert sent == ["cuda:0"]
+    assert torch.equal(made[0].kernel_scales(), made[1].kernel_scales())
+    assert made[1].scales_address == made[1].kernel_scales().data_ptr()
 
 
 def test_the_oracle_knows_what_each_rule_does():
@@ -159,6 +300,8 @@ def test_any_geometry_is_converted_like_the_naive_one(
     copy(src.side(), dst.side(), conversion=conversion, **counts)
     if dst.buffer.is_cuda:
         torch.cuda.synchronize()
+        if rule[2] == "cast":
+            want[want == 0xFF] = 0x7F  # a GPU's instructions know one NaN
     assert torch.equal(dst.buffer, want)
     assert torch.equal(src.buffer, before)
 

@@ -18,6 +18,12 @@ PAIRS = [
     (("HDN", 32), ("NHD", 16)),
     (("HND", 32), ("HDN", 0)),
 ]
+CONVERTING = {
+    ("bfloat16", "float8_e4m3fn"): (16, 8),
+    ("float8_e5m2", "float16"): (8, 16),
+    ("float8_e4m3fn", "float8_e5m2"): (16, 16),
+}
+"""Bytes of a load and of a store: of as many elements, and of 16 bytes where an element is larger."""
 
 
 @pytest.mark.parametrize("num_heads,head_dim", [(1, 576), (1, 128), (8, 128), (8, 80), (32, 64)])
@@ -42,7 +48,8 @@ def test_accesses_are_no_wider_than_the_alignment():
 @pytest.fixture(scope="module")
 def hopper_code(tmp_path_factory):
     """What is found in the code for Hopper, by one process."""
-    command = ("-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS))
+    asked = json.dumps([PAIRS, list(CONVERTING)])
+    command = ("-m", "tests.kernels.relayout.hopper_accesses", asked)
     folder = tmp_path_factory.mktemp("triton")
     found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder))
     return json.loads(found)
@@ -53,6 +60,18 @@ def test_hopper_code_moves_16_bytes_per_access(hopper_code):
     assert hopper_code["accesses"] == wanted
 
 
+def test_lanes_convert_what_they_load(hopper_code):
+    """Elements do not change lanes, which takes shared memory and waits for all warps of a program."""
+    wanted = [
+        [f"ld.global {loaded} bytes", f"st.global {stored} bytes"]
+        for loaded, stored in CONVERTING.values()
+    ]
+    assert hopper_code["converting_accesses"] == wanted
+
+
 def test_hopper_code_converts_exactly(hopper_code):
-    """It divides as IEEE 754 does, keeps denormals, and leaves no rounding to instructions that some GPUs lack."""
-    assert hopper_code["converting"] == ["div.rn.f32"]
+    """By the instructions for fp8 where there are some, without dividing. Else it divides as IEEE 754 does, and leaves
+    no rounding to instructions that some GPUs lack. Denormals are kept.
+    """
+    assert hopper_code["casting"] == ["cvt.rn.f16x2.e5m2x2", "cvt.rn.satfinite.e4m3x2.f32"]
+    assert hopper_code["computing"] == ["div.rn.f32"]
