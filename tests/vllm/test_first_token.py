@@ -219,7 +219,7 @@ def test_a_prompt_as_long_as_the_model_allows_ends_with_its_first_token(world):
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
         ({"bad_words": ["one"]}, "bad_words"),
         ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_outputs"),
-        ({"extra_args": {"mine": 1}}, "mine"),
+        ({"extra_args": {"mine": 1}}, "extra_args"),
     ],
 )
 def test_a_request_that_must_compute_its_first_token_has_an_obstacle(world, sampling, obstacle):
@@ -227,6 +227,19 @@ def test_a_request_that_must_compute_its_first_token_has_an_obstacle(world, samp
     assert first_token.request_obstacle(request) == obstacle
     greedy = world().add(10, temperature=0.0, seed=3, min_tokens=2, stop_token_ids=[1])
     assert first_token.request_obstacle(greedy) == ""
+
+
+def test_names_that_clients_choose_are_neither_logged_nor_kept(world, caplog):
+    """A client's `vllm_xargs` come as `extra_args`: any names, of any length."""
+    caplog.set_level(logging.INFO, "kvconnector")
+    engine, params = world(), sampled(world, 100) | {TOKENS_DIGEST: None}
+    for number in range(3):
+        name = params["remote_request_id"].replace("r1|", f"x{number}|")
+        own = {**params, "remote_request_id": name}
+        engine.add(100, own, extra_args={"kv_transfer_params": own, f"line\n{number}": 1})
+        engine.step()
+    assert caplog.text.count("compute first tokens for requests with extra_args") == 1
+    assert "line" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def request_obstacle(request: Request) -> str:
     for name in _CHECKED:
         if getattr(params, name) != getattr(_PLAIN, name):
             return name.strip("_")
-    # a caller in this process may use any keys
-    return ", ".join(sorted(map(str, set(params.extra_args or ()) - _EXTRA_ARGS)))
+    # clients choose the names (`vllm_xargs`), and each obstacle is logged and kept
+    return "extra_args" if set(params.extra_args or ()) - _EXTRA_ARGS else ""
 
 
 def engine_obstacle(vllm_config: VllmConfig) -> str:
