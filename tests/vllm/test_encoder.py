@@ -15,6 +15,7 @@ pytest.importorskip(
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm.encoder import EncoderConnector
 from kvconnector.integrations.vllm.encoder.options import EncoderOptions
+from kvconnector.integrations.vllm.encoder.scheduler import Copy, EncoderStep
 from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
 from tests.vllm.harness.encoder import HIDDEN, make_image_model
 
@@ -219,6 +220,12 @@ def test_an_output_of_another_shape_is_not_offered(engine, caplog):
     params = offered(producer, feature("a"))
     assert "remote_request_id" not in params["a"]
     assert "the output a is not offered" in caplog.text
+    logged = len(caplog.records)
+    pool = producer.half._shape
+    step = EncoderStep(9, producer.half._memory.path, pool, {"a": Copy(9, [0], (32, HIDDEN + 1))})
+    for _ in range(50):  # as many steps as a request may take here
+        producer._worker._copies.save(step, "a", encoded("a", 32, HIDDEN))
+    assert len(caplog.records) == logged
 
 
 def test_an_output_that_is_never_encoded_leaves_its_room(engine):

@@ -10,6 +10,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from kvconnector.errors import LocalError
+from kvconnector.folded_log import FoldedLog
 from kvconnector.integrations.vllm import check_version
 from kvconnector.integrations.vllm.connector import share_vllm_handlers
 from kvconnector.integrations.vllm.encoder.pool import EncoderMemory
@@ -105,6 +106,7 @@ class EncoderCopies:
         self._device = vllm_config.device_config.device_type
         """Without a number it is the one that vLLM has chosen for this process."""
         self._memory: EncoderMemory | None = None
+        self._refused = FoldedLog(logger)
 
     def _opened(self, step: EncoderStep) -> EncoderMemory:
         if self._memory is None:
@@ -117,11 +119,11 @@ class EncoderCopies:
         if copy is None or self._rank:
             return
         if tuple(output.shape) != copy.shape:
-            logger.error(
-                "the output %s is not offered: its shape is %s, and not %s as vLLM measured at the start",
-                identifier,
-                tuple(output.shape),
-                copy.shape,
+            # every step repeats the order, for as long as a request needs the output
+            self._refused.warn(
+                f"width {output.shape[-1]}",
+                f"the output {identifier} is not offered: its shape is {tuple(output.shape)}, and not {copy.shape} as"
+                " vLLM measured at the start",
             )
             return
         memory = self._opened(step)
