@@ -17,12 +17,11 @@ ROW = re.compile(r"\| (Pro|Flash) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+
 
 
 def whole_blocks(tokens):
-    """Return the blocks of a prompt that NixlConnector reads: of a window one more than it fills."""
-    found = 0
-    for size, window in GROUPS:
-        blocks = -(-tokens // size)
-        found += min(blocks, -(-window // size) + 1) if window else blocks
-    return found
+    """Return the blocks of a prompt that NixlConnector reads: of a window those in which tokens of it are."""
+    return sum(
+        -(-tokens // size) - (max(0, tokens - window) // size if window else 0)
+        for size, window in GROUPS
+    )
 
 
 def table():

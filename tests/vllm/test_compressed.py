@@ -154,8 +154,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_whole_blocks_of_the_planner_are_those_of_the_table_of_bytes(model, name):
-    """A table in docs compares with NixlConnector, which reads whole blocks of the pool: of a window one more
-    than it fills. The unit test of its table has these sizes as constants.
+    """A table in docs compares with NixlConnector, which reads whole blocks of the pool: of a window those in which
+    tokens of it are. The unit test of its table has these sizes as constants.
     """
     made = planned(
         w.vllm_config(model, engine={"max_model_len": 4096}), specs_of(PUBLISHED[name]), 8
@@ -173,7 +173,7 @@ def test_whole_blocks_of_the_planner_are_those_of_the_table_of_bytes(model, name
         for spec in specs:
             held = cdiv(num_tokens, spec.block_size)
             if isinstance(spec, kv.SlidingWindowSpec):
-                held = min(held, cdiv(spec.sliding_window, spec.block_size) + 1)
+                held -= max(0, num_tokens - spec.sliding_window) // spec.block_size
             blocks += held
         assert blocks == sizes.whole_blocks(num_tokens)
 

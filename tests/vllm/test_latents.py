@@ -1,5 +1,6 @@
 """Caches of one vector per token: rows, or pages in planes, stored by vLLM's own kernels and read back by our parts."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -56,14 +57,20 @@ def move(source, target, tokens, blocks, size):
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory):
-    """Returns the rows that one of vLLM's kernels has stored, by one process that has Triton's interpreter."""
-    file = tmp_path_factory.mktemp("pages") / "stored"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.vllm.kernel_pages", str(file)]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    found = torch.load(file)
+    """Returns the rows that one of vLLM's kernels has stored, by one process that has Triton's interpreter, and that is
+    there once a test asks it: a test on a GPU does not.
+    """
+
+    @functools.cache
+    def run():
+        file = tmp_path_factory.mktemp("pages") / "stored"
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "tests.vllm.kernel_pages", str(file)]
+        subprocess.run(command, env=environment, check=True, timeout=300)
+        return torch.load(file)
 
     def of(name):
+        found = run()
         if found[name] is None:
             pytest.skip(
                 "this kernel of vLLM 0.31 needs block pointers, which this Triton has no more"

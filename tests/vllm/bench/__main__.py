@@ -47,6 +47,7 @@ PLANS = {
         churn_tokens=0,
         answer_tokens=2,
         candidates=1,
+        is_told=False,
     ),
 }
 ENGINES = {
@@ -100,7 +101,7 @@ def main():
         for name, pair in pairs.items():
             shares = TIER_SHARES if name == TIER else {name: None}
             contenders |= {
-                each: Contender(pair, plan.answer_tokens, in_tier=share)
+                each: Contender(pair, plan.answer_tokens, in_tier=share, is_told=plan.is_told)
                 for each, share in shares.items()
             }
             if name in STREAMED and arguments.model != V4_PRO:

@@ -21,7 +21,8 @@ WARM_UP = 2
 class Plan:
     """The requests of a run. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every
     pool first, so that free blocks are scattered. A prompt is chosen of `candidates`. Without `burst_requests` no
-    requests come at once.
+    requests come at once. `is_told`: the prefill engine's token is the prompt's next one, as the decode engine's. With
+    windows it is the one before, since the prefill engine leaves the last token to the decode engine.
     """
 
     lengths: list[int]
@@ -32,6 +33,7 @@ class Plan:
     churn_tokens: int
     answer_tokens: int = 8
     candidates: int = 32
+    is_told: bool = True
 
 
 class Asked(NamedTuple):
@@ -52,6 +54,7 @@ class Contender:
     answer_tokens: int
     is_streamed: bool = False
     in_tier: float | None = None
+    is_told: bool = True
 
     def handed_over(self, prompts):
         """Prefill and decode prompts. Returns both engines' answers, and the seconds to each first token, from the
@@ -203,7 +206,7 @@ def _request(prompt, contender):
         FIRST: first_s,
         SECOND: [first_s[0] + answer.second - answer.first],
         BEST: [again.first_token_s],
-        RIGHT: [answer.tokens[0] == offer.tokens[0]],
+        RIGHT: [answer.tokens[0] == offer.tokens[0]] if contender.is_told else [],
         # they came with a step's output, long before the last token
         **contender.pair.decode.call("stats"),
     }
