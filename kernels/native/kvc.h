@@ -329,7 +329,6 @@ struct kvc_state {
     int (*copy_to_device)(uint64_t to, const void *from, size_t nbytes);
     int64_t spin_after_work_ns;    /* how long to spin after something moved, before sleeping */
     int64_t pause_between_passes_ns; /* while nothing moves, but copies are under way */
-    int64_t hold_report_ns;        /* how long a complete send waits to be reported together with something else */
     int64_t offer_work_ns;         /* how long pending work is left to other threads before the driver's returns */
     int (*begin)(void *argument);  /* called at the start of each run, if not null */
     void *begin_argument;
@@ -357,7 +356,6 @@ struct kvc_state {
     int64_t read_turn;     /* [P] the read whose turn it is */
     int64_t num_inline;    /* [C] how often progress was made inline */
     int64_t moved_ns;      /* when there was work last */
-    int64_t complete_ns;   /* [P] since when a send is complete that the caller has not seen; 0 if none is */
     int64_t pending_ns;    /* [P] since when something is pending; 0 if nothing is */
     int64_t yield_gil_us;  /* [C] how long the driver's thread leaves GIL and lock to others after a shorter run */
     int64_t shared_gil_ns; /* [C] when it got the GIL after others could have it */

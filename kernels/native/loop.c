@@ -266,24 +266,20 @@ static bool pack_next(struct kvc_state *state)
     return false;
 }
 
-/* End sends whose blocks are read no more, though slots may be in flight. Returns true if a stopped one ended. Complete
- * ones do not count, since their end is reported with the consumer's confirmation. */
+/* End sends whose blocks are read no more, though slots may be in flight. Returns true if there are any. */
 static bool end_sends(struct kvc_state *state)
 {
     bool ended = false;
-    state->complete_ns = 0;
     for (int64_t index = 0; index < state->num_sends; index++) {
         struct kvc_send *send = &state->sends[index];
         bool is_complete = send->num_posted == send->num_chunks && send->num_in_flight == 0;
         if (send->phase == KVC_RUNNING && send->num_copying == 0 && (is_complete || send->stopped)) {
             send->phase = KVC_OVER;
-            ended = ended || !is_complete || send->stopped;
+            ended = true;
             for (int64_t slot = 0; slot < state->num_send_slots; slot++)
                 if (state->send_slots[slot].state == KVC_POSTED && state->send_slots[slot].program == index)
                     state->send_slots[slot].program = -1;
         }
-        if (send->phase == KVC_OVER && (!state->complete_ns || send->sent_ns < state->complete_ns))
-            state->complete_ns = send->sent_ns;
     }
     return ended;
 }
@@ -509,8 +505,6 @@ static int find_reason(struct kvc_state *state)
     bool ended = end_sends(state);
     ended = end_receives(state) || ended;
     ended = end_reads(state) || ended;
-    if (state->complete_ns)
-        ended = kvc_now_ns(state) - state->complete_ns >= state->hold_report_ns || ended;
     if (ended || (state->wants_slots && find_free(state->recv_slots, state->num_recv_slots)))
         return KVC_NOTICE;
     return has_control(state) ? KVC_READABLE : 0;
@@ -571,8 +565,6 @@ static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now
         pause_between(state, run, now);
         return;
     }
-    if (state->complete_ns && state->complete_ns + state->hold_report_ns - now < left_ns)
-        left_ns = state->complete_ns + state->hold_report_ns - now;
     sleep_for(state, run, left_ns);
 }
 

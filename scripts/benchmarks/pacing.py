@@ -26,7 +26,6 @@ OFF: Mapping[str, dict[str, float]] = {
     "OFFER_WORK_NS": {"OFFER_WORK_NS": 0},
     "POLL_LIMIT_S": {"POLL_LIMIT_S": 0.0},
     "WAIT_LIMIT_S": {"WAIT_LIMIT_S": 0.0},
-    "HOLD_REPORT_NS": {"HOLD_REPORT_NS": 0},
     AGAIN: {},
     "PAUSE_CUDA_NS": {"PAUSE_CUDA_NS": 0},
     "LOOK_AT_LEASE_S": {"LOOK_AT_LEASE_S": pacing.MAX_SLEEP_S},

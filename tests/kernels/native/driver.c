@@ -585,7 +585,6 @@ static struct kvc_state new_state(struct kvc_lock *lock, struct pollfd *wake, st
         .wake_fd = wake,
         .lock = lock,
         .offer_work_ns = 30000,
-        .hold_report_ns = KVC_NS_PER_MS,
     };
 }
 
