@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.direct_reads import WAIT_FOR_LEASE_S
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks, Watermark
@@ -112,7 +113,8 @@ def test_a_read_before_its_lease_is_made_once_the_lease_is_published(pair):
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
 
 
-def test_a_sleeping_driver_finds_the_lease_of_a_read_submitted_inline(pair):
+def test_a_sleeping_driver_finds_the_lease_of_a_read_submitted_inline(pair, monkeypatch):
+    monkeypatch.setattr(pacing, "CHECK_PEERS_S", LONG_S)  # leases are looked for more often
     sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
     sleeper.start()
     while not pair.d.path.lock.try_acquire(0.0):
