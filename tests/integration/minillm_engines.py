@@ -50,9 +50,9 @@ async def start_pair(cluster, prefill, decode, *, is_routed=False):
     return producer, consumer, router
 
 
-async def wait_all_blocks_free(cluster, *servers):
+async def wait_all_blocks_free(cluster, *servers, timeout_s=RELEASE_TIMEOUT_S):
     """Wait until every engine has all its blocks back."""
-    deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
+    deadline = asyncio.get_running_loop().time() + timeout_s
     for server in servers:
         while True:
             values = await server.metrics(cluster.session)

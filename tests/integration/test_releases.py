@@ -10,11 +10,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvconnector.config import LeaseConfig
 from minillm.cluster import Cluster
 from minillm.config import ModelConfig
 from tests.integration.minillm_engines import (
     DIRECT,
     PACKED,
+    RELEASE_TIMEOUT_S,
     complete_on,
     expected_tokens,
     offer_of,
@@ -142,7 +144,9 @@ def test_a_rolling_upgrade_loses_only_what_the_restarted_engine_held(monkeypatch
                 finally:
                     is_over.set()
             assert len(fleet.lost) <= CLIENTS * len(fleet.restarts)
-            await wait_all_blocks_free(cluster, *cluster.servers.values())
+            # what a killed decode engine had not begun to read is held until its lease ends
+            timeout_s = LeaseConfig().duration_s + RELEASE_TIMEOUT_S
+            await wait_all_blocks_free(cluster, *cluster.servers.values(), timeout_s=timeout_s)
 
     asyncio.run(run())
 
