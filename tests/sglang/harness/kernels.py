@@ -23,10 +23,12 @@ def stand_in(kind):
     if kind == "cpu":
         _stand_in_on_a_cpu()
         return
+    from sglang.srt.layers.dual_gemm import DualGemm
     from sglang.srt.mem_cache import memory_pool
 
     # it would compile a kernel, for a minute
     memory_pool.can_use_store_cache = lambda *_: False
+    DualGemm._select_mode = lambda *_: None  # it would import CUTLASS
 
 
 def _stand_in_on_a_cpu():
