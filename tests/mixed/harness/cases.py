@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tests.mixed.harness import scenarios as s
 from tests.mixed.harness.routed import routed
+from tests.mixed.harness.soak import soak
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ CASES = (
     Case("sglang-vllm-lost", sglang(), vllm(), s.lost_prefill, environment=SOON),
     Case("router-vllm-sglang", vllm(), sglang(), servers=routed("vllm", "sglang")),
     Case("router-sglang-vllm", sglang(), vllm(), servers=routed("sglang", "vllm")),
+    Case("soak", vllm(), sglang(), servers=soak(SOON)),
     Case("minillm-sglang", minillm(), sglang()),
     Case("sglang-minillm", sglang(), minillm()),
     Case("minillm-vllm", minillm(), vllm()),

@@ -122,6 +122,7 @@ class SglangEngine(Server):
 
     def __init__(self, host, wanted):
         self._host, self._name = host, f"{wanted.folder.name}-{wanted.side}"
+        self._rids = {}
         self.bootstrap_port = free_ports(range(4))
         options = dict(OF_SGLANG[wanted.side])
         if wanted.side == "prefill":
@@ -147,7 +148,20 @@ class SglangEngine(Server):
 
     def begin_prefill(self, prompt, names):
         """Have a prompt computed for the transfer with these names. Returns the request."""
-        return self.submit(prompt, bootstrap_room=names.room, **self.where)
+        return self._named(prompt, names.room, **self.where)
+
+    def _named(self, prompt, room, **options):
+        request = self.submit(prompt, rid=str(room), bootstrap_room=room, **options)
+        self._rids[request] = str(room)
+        return request
+
+    def cancel(self, request):
+        """End a request early, as a client does that leaves."""
+        self.abort(self._rids[request])
+
+    def is_without_answer(self, request):
+        """Return True if a request was cancelled before its answer, and gets none."""
+        return False
 
     @property
     def where(self):
@@ -165,11 +179,11 @@ class SglangEngine(Server):
 
     def begin_decode(self, prompt, names, prefill, **options):
         """Ask for the tokens after a prompt that `prefill` computes. Returns the request."""
-        where = prefill.where
-        return self.submit(prompt, bootstrap_room=names.room, **where, **options)
+        return self._named(prompt, names.room, **prefill.where, **options)
 
     def result(self, request):
         """Wait for a request's answer."""
+        self._rids.pop(request, None)
         return request.answer()
 
     def digests(self, room, answer, num_tokens):
@@ -189,7 +203,7 @@ class VllmEngine(InProcess):
 
     def __init__(self, wanted):
         self.engine_id = f"vllm-{wanted.side}"
-        self._port = free_ports()
+        self._port, self._cancelled = free_ports(), set()
         transfer = {
             "kv_connector": "KVConnector",
             "kv_connector_module_path": "kvconnector.integrations.vllm",
@@ -237,6 +251,15 @@ class VllmEngine(InProcess):
     def log_text(self):
         """Return its log so far."""
         return self._log.read_text(errors="replace")
+
+    def cancel(self, request):
+        """End a request early, as a client does that leaves."""
+        self.call("abort", request)
+        self._cancelled.add(request)
+
+    def is_without_answer(self, request):
+        """Return True if a request was cancelled before its answer, and gets none."""
+        return request in self._cancelled and request not in self._answers
 
     def result(self, request):
         """Wait for a request's answer."""
