@@ -58,7 +58,7 @@ def arguments_of():
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of a case")
 
     def is_chosen(case, arguments):
-        is_launched = bool({*case.needs} - {"gpus"})
+        is_launched = bool({*case.needs} - {"gpus", "cpus"})
         return (case.is_quick or not arguments.quick) and (is_launched or not arguments.launchers)
 
     return parse(parser, BY_NAME, is_chosen)

@@ -25,8 +25,9 @@ class Case:
     `found_by`: vLLM finds the connector by a module's path, by its plugin's name, or as the child of a `MultiConnector`
     ("multi"), which may have vLLM's OffloadingConnector first: ours loads from both ("ranges"), vLLM's own from the
     first that has anything ("first-hit"). `servers` runs API servers instead of all this. `is_quick`: run for every
-    change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" if vLLM's CPU code cannot run it, "hosts" made of
-    namespaces, or packages of a launcher or router. `gpu_dtype`: for attention that takes no float32.
+    change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" if vLLM's CPU code cannot run it, "cpus" if its code
+    for GPUs cannot, "hosts" made of namespaces, or packages of a launcher or router. `gpu_dtype`: for attention that
+    takes no float32.
     """
 
     name: str
@@ -72,11 +73,10 @@ def _tier(name, scenario=s.from_both, **arguments):
     return Case(name, scenario, **{"found_by": "ranges", **arguments}, has_nixl=False)
 
 
-def _converted(name, prefill=None, decode=None):
+def _converted(name, prefill=None, decode=None, needs=()):
     engines = {"prefill": {**BF16, **(prefill or {})}, "decode": {**BF16, **(decode or {})}}
-    return Case(
-        name, s.converted, **engines, model={"layers": 1}, has_nixl=False, gpu_dtype="bfloat16"
-    )
+    common = {"model": {"layers": 1}, "has_nixl": False, "gpu_dtype": "bfloat16"}
+    return Case(name, s.converted, **engines, **common, needs=needs)
 
 
 def _sparse(name, kind, layers, **engine):
@@ -164,7 +164,12 @@ CASES = (
     _both("fp8", FP8, **ON_GPUS_BF16),
     _converted("bf16-fp8", decode=FP8),
     _converted("bf16-fp8-packed", prefill=PACKED, decode={**FP8, **PACKED}),
-    _converted("bf16-e5m2-tp2-tp1-block64-128", prefill=TP2, decode={**E5M2, **_blocks(128)}),
+    _converted(
+        "bf16-e5m2-tp2-tp1-block64-128",
+        prefill=TP2,
+        decode={**E5M2, **_blocks(128)},
+        needs=("cpus",),
+    ),
     _sparse("deepseek-v3.2", "deepseek-v3.2", 4, **V32),
     _sparse("deepseek-v3.2-packed", "deepseek-v3.2", 4, **V32, **PACKED),
     _sparse("deepseek-v4", "deepseek-v4", 6, **V4),

@@ -65,6 +65,8 @@ def why_skipped(case, device):
     for need in case.needs:
         if need == "gpus":
             why = "vLLM's CPU code has none of it" if device.kind == "cpu" else ""
+        elif need == "cpus":
+            why = "" if device.kind == "cpu" else "vLLM's attention on GPUs takes no fp8_e5m2"
         elif need == "hosts":
             why = missing()
         else:

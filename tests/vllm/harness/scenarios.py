@@ -31,20 +31,36 @@ def tokens(pair, outcome):
 
 def converted(pair, outcome):
     """Engines whose caches have other types: the decode engine gets the bytes that its own kernel stores for the same
-    prompt, and the same tokens. That holds for a model of one layer, whose K and V come from no cache; further layers
-    see what a cache of the other type has rounded.
+    prompt, and gives the tokens that it gives alone but for near-ties, see `_compare_by_drift`. That holds for a model
+    of one layer, whose K and V come from no cache; further layers see what a cache of the other type has rounded.
+
+    A first token that the prefill engine has sampled comes from K and V of its own type, so it may be another one. From
+    there on the decode engine gives the tokens that it gives alone after that one.
     """
     for length in LENGTHS:
-        # the last token is computed alone, and in bf16 rounds otherwise than in the prompt's step
+        what = f"{length} tokens"
+        # the last token is computed alone, and in bf16 may round otherwise than in the prompt's step
         prompt = pair.clear_prompt(length, candidates=CLEAR_CANDIDATES)
-        own = pair.decode.ask(prompt)
+        own = pair.decode.ask(prompt, logprobs=2)
         expected = merged(pair.decode.call("digests", own.block_ids, 0, length - 1))
         pair.decode.forget()
-        answer = pair.decode.ask(prompt, pair.prefilled(prompt))
+        # a prefill engine's first token has no log probability: the decode engine samples one itself
+        answer = pair.decode.ask(prompt, pair.prefilled(prompt), logprobs=2)
         found = merged(pair.decode.call("digests", answer.block_ids, 0, length - 1))
-        outcome.compare_bytes(f"{length} tokens", difference(expected, found))
-        outcome.compare(f"{length} tokens", answer, own.tokens)
-        outcome.check(f"{length} tokens: computed", answer.computed_tokens in {0, 1}, True)
+        outcome.compare_bytes(what, difference(expected, found))
+        outcome.check(f"{what}: computed", answer.computed_tokens, 1)
+        bound = _compare_by_drift(pair, outcome, what, prompt=prompt, own=own, answer=answer)
+        pair.decode.forget()
+        offer = pair.offered(pair.begin_prefill(prompt))
+        answer = pair.decode.ask(prompt, offer.params)
+        pair.decode.forget()
+        what = f"{length} tokens and a first one"
+        outcome.check(f"{what}: computed", answer.computed_tokens, 0)
+        outcome.check(f"{what}: the first", answer.tokens[:1], offer.tokens)
+        gap = own.gaps[0] if offer.tokens != own.tokens[:1] else 0.0
+        outcome.figures[f"{what}: gap to the decode engine's own"] = round(gap, 4)
+        rest = pair.decode.ask(prompt + offer.tokens, max_tokens=15, logprobs=2)
+        _compare_tokens(outcome, what, answer.tokens[1:], rest, bound)
         pair.decode.forget()
 
 
@@ -53,10 +69,8 @@ def steps(pair, outcome):
     engine is to itself.
 
     Random weights leave near-ties, and kernels that select rows add them up in any order, so one engine asked twice
-    gives other tokens. So a request is judged by its *drift*: how far the log probabilities of the tokens that it
-    decoded are from those that one prompt of the same tokens has, step by step. Tokens may differ from one engine's
-    only where its two likeliest are closer than that. What wrong rows do is shown with those of each kind of cache
-    cleared in the prefill engine.
+    gives other tokens. So a request is judged by its drift, see `_compare_by_drift`. What wrong rows do is shown with
+    those of each kind of cache cleared in the prefill engine.
     """
     for length in BOUNDARIES:
         what, prompt = f"{length} tokens", prompt_of(length)
@@ -64,36 +78,50 @@ def steps(pair, outcome):
         pair.prefill.forget()
         pair.decode.forget()
         own = pair.decode.ask(prompt, max_tokens=STEPS, logprobs=2)
-        drift_alone = _drift(pair, prompt, own)
         pair.decode.forget()
         params = pair.prefilled(prompt)
         answer = pair.decode.ask(prompt, params, max_tokens=STEPS, logprobs=2)
-        drift = _drift(pair, prompt, answer)
+        _compare_by_drift(pair, outcome, what, prompt=prompt, own=own, answer=answer)
         pair.prefill.forget()
         pair.decode.forget()
-        outcome.prompts += 1
-        are_equal = [a == b for a, b in zip(answer.tokens, own.tokens, strict=True)]
-        first = [*are_equal, False].index(False)
-        gap = [*own.gaps, 0.0][first]
-        bound = DRIFT_RATIO * max(*drift, *drift_alone) + DRIFT_SLACK
-        outcome.equal += gap <= bound
-        if gap > bound:
-            outcome.complaints.append(
-                f"{what}: token {first} differs, of which the two likeliest are {gap:.3f} apart"
-            )
-        means = _mean(drift), _mean(drift_alone)
-        is_near = means[0] <= DRIFT_RATIO * means[1] + DRIFT_SLACK
-        outcome.check(f"{what}: drift {means[0]:.4f}, alone {means[1]:.4f}", is_near)
-        outcome.figures |= {
-            f"{what}: equal tokens": first,
-            f"{what}: gap there": round(gap, 4),
-            f"{what}: distinct tokens": len({*answer.tokens}),
-            f"{what}: drift": round(means[0], 4),
-            f"{what}: greatest drift": round(max(drift), 4),
-            f"{what}: drift alone": round(means[1], 4),
-            f"{what}: greatest drift alone": round(max(drift_alone), 4),
-        }
     _spoil(pair, outcome)
+
+
+def _compare_by_drift(pair, outcome, what, *, prompt, own, answer):
+    """Compare a request with the engine's own answer to its prompt. Both have log probabilities.
+
+    The *drift* is how far the log probabilities of the tokens that it decoded are from those that one prompt of the
+    same tokens has, step by step. Tokens may differ from the engine's own only where the two likeliest of these are
+    closer than that, and the drift may not be greater than the engine's own. Returns how close they may be.
+    """
+    drift, drift_alone = (_drift(pair, prompt, each) for each in (answer, own))
+    bound = DRIFT_RATIO * max(*drift, *drift_alone) + DRIFT_SLACK
+    _compare_tokens(outcome, what, answer.tokens, own, bound)
+    means = _mean(drift), _mean(drift_alone)
+    is_near = means[0] <= DRIFT_RATIO * means[1] + DRIFT_SLACK
+    outcome.check(f"{what}: drift {means[0]:.4f}, alone {means[1]:.4f}", is_near)
+    outcome.figures |= {
+        f"{what}: distinct tokens": len({*answer.tokens}),
+        f"{what}: drift": round(means[0], 4),
+        f"{what}: greatest drift": round(max(drift), 4),
+        f"{what}: drift alone": round(means[1], 4),
+        f"{what}: greatest drift alone": round(max(drift_alone), 4),
+    }
+    return bound
+
+
+def _compare_tokens(outcome, what, tokens, own, bound):
+    """Tokens differ from an engine's own only where the two likeliest of these are at most `bound` apart."""
+    outcome.prompts += 1
+    are_equal = [a == b for a, b in zip(tokens, own.tokens, strict=True)]
+    first = [*are_equal, False].index(False)
+    gap = [*own.gaps, 0.0][first]
+    outcome.equal += gap <= bound
+    if gap > bound:
+        outcome.complaints.append(
+            f"{what}: token {first} differs, of which the two likeliest are {gap:.3f} apart"
+        )
+    outcome.figures |= {f"{what}: equal tokens": first, f"{what}: gap there": round(gap, 4)}
 
 
 def _spoil(pair, outcome):
