@@ -1,11 +1,12 @@
 """The harnesses' reports of whole-engine cases: a case that compared nothing has not passed."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from tests.vllm.harness import scenarios
-from tests.vllm.harness.report import OURS, Outcome, Report
+from tests.vllm.harness.report import OURS, Harness, NoAnswerError, Outcome, Report
 
 RIGHT = SimpleNamespace(tokens=[1, 2], reason="length")
 
@@ -80,3 +81,59 @@ def test_tokens_differ_only_within_the_drift(gap, drift, is_good):
     scenarios._compare_by_drift(pair, outcome, "a prompt", prompt=[1, 1], own=own, answer=answer)
     assert (not outcome.complaints) == is_good
     assert outcome.figures["a prompt: gap there"] == gap
+
+
+class Engines(Harness):
+    """Cases without engines: each raises what it is named after, or compares something."""
+
+    cases = (
+        SimpleNamespace(name="lost", why_not="", is_quick=True, error=NoAnswerError("gone")),
+        SimpleNamespace(name="broken", why_not="", is_quick=True, error=ValueError("odd\nworse")),
+        SimpleNamespace(name="good", why_not="", is_quick=False, error=None),
+        SimpleNamespace(name="later", why_not="no GPU", is_quick=True, error=None),
+    )
+
+    def start(self):
+        return {"engine": "1.2"}
+
+    def make_models(self, case):
+        (self.folder / f"model-{case.name}").touch()
+
+    def run_case(self, case, place, outcome):
+        assert not list(place.iterdir())
+        (place / "log").touch()
+        if case.error is not None:
+            raise case.error
+        outcome.check("idle", True)
+
+
+def run_engines(monkeypatch, *arguments):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["engines", *map(str, arguments)])
+    return Engines().run()
+
+
+def test_a_case_that_fails_is_reported_and_the_next_one_runs(tmp_path, monkeypatch, capfd):
+    assert run_engines(monkeypatch, "--folder", tmp_path) == 1
+    found = json.loads((tmp_path / "report.json").read_text())
+    complaints = {row["case"]: row["complaints"] for row in found["rows"]}
+    assert complaints == {"lost": ["gone"], "broken": ["ValueError: worse"], "good": []}
+    assert found["not_run"] == {"later": "no GPU"}
+    assert found["environment"]["engine"] == "1.2"
+    assert {path.name for path in tmp_path.glob("model-*")} == {
+        "model-lost",
+        "model-broken",
+        "model-good",
+    }
+    assert run_engines(monkeypatch, "--folder", tmp_path, "good") == 0
+
+
+def test_cases_are_chosen_by_name_or_as_quick_ones(tmp_path, monkeypatch, capsys):
+    quick = ("lost", "broken", "later: not run: no GPU")
+    for given, names in (((), (*quick[:2], "good", quick[2])), (("--quick",), quick)):
+        assert run_engines(monkeypatch, "--folder", tmp_path / "none", "--list", *given) == 0
+        assert capsys.readouterr().out.splitlines() == list(names)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit):
+        run_engines(monkeypatch, "--folder", tmp_path, "better")
+    assert "no case named better" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class Pair:
         self.prefill.wait_until_ready()
         self.decode.wait_until_ready()
 
-    def stop(self):
+    def close(self):
         """Kill both engines."""
         self.prefill.kill()
         self.decode.kill()

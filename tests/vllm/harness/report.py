@@ -1,14 +1,19 @@
-"""The choice of cases by name, their outcomes, and the reports, for the harnesses of vLLM and SGLang."""
+"""A run of cases: their choice by name, their outcomes, and the reports, for the harnesses of all engines."""
 
 import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvconnector.bench.environment import commit, cpu_name
 
@@ -55,31 +60,104 @@ class Outcome:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
 
-def cases_parser(prog):
-    parser = argparse.ArgumentParser(prog=prog)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
-    parser.add_argument("--list", action="store_true", help="the names of all cases")
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="for models, logs, report.json and report.md"
-    )
-    return parser
+class Harness:
+    """A run of cases by the names on the command line; each harness says what its engines need.
+
+    `prog` is the script that users call, `cases` are all of them. `arguments` are parsed at the start of a run.
+    """
+
+    prog = ""
+    cases: Sequence[Any] = ()
+    connector = OURS
+
+    def __init__(self):
+        parser = argparse.ArgumentParser(prog=self.prog)
+        by_name = {case.name: case for case in self.cases}
+        parser.add_argument(
+            "cases", nargs="*", metavar="CASE", help="all of them without an argument"
+        )
+        parser.add_argument("--list", action="store_true", help="the names of all cases")
+        parser.add_argument("--quick", action="store_true", help="a few cases")
+        parser.add_argument(
+            "--folder",
+            type=Path,
+            required=True,
+            help="for models, logs, report.json and report.md",
+        )
+        self.add_options(parser)
+        self.arguments = parser.parse_args()
+        self.folder = self.arguments.folder
+        if unknown := [name for name in self.arguments.cases if name not in by_name]:
+            parser.error(f"no case named {', '.join(unknown)}; --list names them")
+        named = [by_name[name] for name in self.arguments.cases]
+        self._chosen = named or [case for case in self.cases if self.is_chosen(case)]
+
+    def add_options(self, parser):
+        """Add what only this harness takes."""
+
+    def is_chosen(self, case):
+        """Return True if a case runs where none is named."""
+        return case.is_quick or not self.arguments.quick
+
+    def why_not(self, case):
+        """Return the reason for which a case cannot run here, "" if it can."""
+        return case.why_not
+
+    def start(self):
+        """Import what the engines need. Returns their versions by name."""
+        raise NotImplementedError
+
+    def make_models(self, case):
+        """Make the models of a case, in a process of its own."""
+        raise NotImplementedError
+
+    def rows(self, cases):
+        """Run cases, and yield the arguments of `Report.add` as they end."""
+        for case in cases:
+            outcome, place, started = Outcome(), self.folder / case.name, time.monotonic()
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            with complaints_to(outcome):
+                self.run_case(case, place, outcome)
+            yield case.name, self.connector, outcome, time.monotonic() - started
+
+    def run_case(self, case, place, outcome):
+        """Start a case's engines, run its scenario, and end them. `place` is an empty folder."""
+        raise NotImplementedError
+
+    def close(self):
+        """End what serves several cases."""
+
+    def run(self):
+        """Run the cases. Returns the exit status: 0 if no case has a complaint."""
+        reasons = {case.name: self.why_not(case) for case in self._chosen}
+        if self.arguments.list:
+            say(
+                "\n".join(
+                    f"{name}: not run: {why}" if why else name for name, why in reasons.items()
+                )
+            )
+            return 0
+        runnable = [case for case in self._chosen if not reasons[case.name]]
+        with closing(self):
+            report = Report(self.folder, environment(**self.start()), reasons)
+            in_own_process(lambda: [self.make_models(case) for case in runnable])
+            for row in self.rows(runnable):
+                report.add(*row)
+        return report.end(self.connector)
 
 
-def parse(parser, by_name, is_chosen):
-    """Parse the arguments. Without names of cases, take those for which `is_chosen(case, arguments)` is true."""
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.cases if name not in by_name]
-    if unknown:
-        parser.error(f"no case named {', '.join(unknown)}; --list names them")
-    arguments.cases = arguments.cases or [
-        name for name, case in by_name.items() if is_chosen(case, arguments)
-    ]
-    return arguments
-
-
-def list_cases(reasons):
-    """Print the names of cases, with the reason for those that are not run."""
-    say("\n".join(f"{name}: not run: {why}" if why else name for name, why in reasons.items()))
+@contextmanager
+def complaints_to(outcome):
+    """Make a complaint of an error, so that the next case runs."""
+    try:
+        yield
+    except NoAnswerError as error:
+        outcome.complaints.append(str(error))
+    except (Exception, SystemExit) as error:  # SystemExit: a server of the example's ended
+        traceback.print_exc()
+        text = str(error).strip().splitlines() or [""]
+        outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
 
 
 class Report:

@@ -11,7 +11,7 @@ from tests.support.ports import free_ports
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import DEEPSEEK, make_model
 from tests.vllm.harness.pair import Pair
-from tests.vllm.harness.report import Outcome
+from tests.vllm.harness.report import Outcome, complaints_to
 from tests.vllm.harness.scenarios import restarted
 
 CANDIDATES = 40
@@ -131,7 +131,7 @@ def specs_of(case, connector, folder, device):
 def run_case(case, connector, folder, device):
     """Run a case; every error becomes a complaint."""
     outcome = Outcome()
-    try:
+    with complaints_to(outcome):
         if case.servers is not None:
             # their models and logs are the case's own
             own = folder / "servers" / case.name
@@ -139,9 +139,6 @@ def run_case(case, connector, folder, device):
             case.servers(own, outcome, device)
         else:
             _run_pair(case, connector, folder, outcome, device)
-    except (Exception, SystemExit) as error:  # SystemExit: a server of the example's ended
-        text = str(error).strip().splitlines() or [""]
-        outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
     return outcome
 
 
