@@ -345,7 +345,7 @@ class Scheduler:
                 return ()
             raise UnknownRequestError("nothing is to be loaded", request=request_id)
         if num_tokens == 0:
-            self._orders.append(DropRequest(request_id))
+            self._orders.append(DropRequest(request_id, needs_none=True))
             remote.stage = "over"
             return ()
         order = remote.load_order(

@@ -53,7 +53,7 @@ LOAD_TABLE: Table[LoadState] = Table(
             LoadRequest: frozenset(
                 {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
             ),
-            DropRequest: frozenset({_S.ABORTED}),
+            DropRequest: frozenset({_S.DONE, _S.ABORTED}),
             **staying(_S.WANTED, m.Progress, ev.EngineLost, ev.Tick),
         },
         _S.CONNECTING: {
@@ -381,6 +381,9 @@ class ConsumerSession:
         if load is None:
             return  # it finished in the meantime
         load.accept(event, now)
+        if event.needs_none and load.order is None:
+            self._close(load, None, now)
+            return
         error = TransferAbortedError("the request was aborted here", request=load.request_id)
         if load.state is LoadState.READING:
             self._fail(load, error, now)

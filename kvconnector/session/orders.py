@@ -91,7 +91,11 @@ class LoadRequest(_Order, frozen=True):
 
 
 class DropRequest(_Order, frozen=True):
-    """The consumer gives up a wanted or loading request, or needs none of its blocks."""
+    """The consumer gives up a wanted or loading request. `needs_none`: it goes on with what it has, and a request that
+    is only wanted ends at the producer as if it had been read.
+    """
+
+    needs_none: bool = False
 
 
 LeaseOrder: TypeAlias = HoldRequest | GrowRequest

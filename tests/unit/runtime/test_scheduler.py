@@ -91,6 +91,15 @@ def test_the_last_prompt_token_and_computed_tokens_are_not_loaded(scheduler):
     assert scheduler.build_step().is_empty
 
 
+def test_a_request_whose_tokens_are_all_cached_needs_none_of_its_blocks(scheduler):
+    scheduler.on_new_request("w", PARAMS)
+    scheduler.matched_tokens("w", 8, 7)
+    scheduler.load("w", blocks=[[4]], num_tokens=0)
+    assert scheduler.build_step().orders[-1] == DropRequest("w", needs_none=True)
+    scheduler.abort("w")
+    assert scheduler.build_step().is_empty
+
+
 def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
     _start(scheduler)
     scheduler.build_step()

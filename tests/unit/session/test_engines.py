@@ -299,6 +299,21 @@ def test_a_new_request_shortens_the_reconnect_pause(side):
     assert harness.of(side.tick(1.0), "open_link")
 
 
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_request_that_needs_none_of_its_blocks_ends_as_if_it_had_read_them(side, is_connected):
+    """The producer's engine has not failed: its server answers."""
+    links = harness.connect(side) if is_connected else ()
+    (link,) = links or [opened.link for opened in harness.resolve(side)]
+    calls = side.handle(DropRequest("w", needs_none=True))
+    if not is_connected:
+        side.receive(link, m.HelloReply(incarnation="one"))
+        calls = side.handle(ev.WarmedUp(link))
+    (done,) = harness.messages(calls, m.Done)
+    assert done.transfer_id == harness.KEY.transfer_id
+    assert not harness.messages(calls, m.Abort)
+    assert not harness.of(calls, "finish_load")
+
+
 def test_a_request_dropped_while_connecting_is_aborted_later(side):
     (link,) = [opened.link for opened in harness.resolve(side)]
     assert not harness.messages(side.handle(DropRequest("w")), m.Abort)
