@@ -178,12 +178,17 @@ class ProducerSession:
                 engine=self._topology.engine.engine_id,
             )
         if lease is None:
-            # it was given up before it was complete, or its name is used again: then messages about
+            # it ended before it was complete, or its name is used again: then messages about
             # the first use could not be distinguished from those about the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
-                    trace = HoldTrace(now, now)
-                    self._engine.release(event.request_id, _ABORTED.value, trace, _given_up_error())
+                    how = self._given_up.find(event.transfer_id, event.secret)
+                    confirmed = how is not None and how[0] is Refusal.UNKNOWN_TRANSFER
+                    outcome = LeaseState.RELEASED if confirmed else _ABORTED
+                    error = None if confirmed else _given_up_error()
+                    self._engine.release(
+                        event.request_id, outcome.value, HoldTrace(now, now), error
+                    )
                 return
             lease = Lease(LEASE_TABLE, event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
@@ -374,12 +379,12 @@ class ProducerSession:
             self._end(lease, LeaseState.RELEASED)
 
     def _keep_ending(self, peer: Peer, event: FromPeer[m.Done | m.Abort], now: float) -> None:
-        """Keep the end of a transfer until its lease comes. An abort takes the place of what was kept of the peer's
+        """Keep the end of a transfer until its lease comes. It takes the place of what was kept of the peer's
         interest: that lease may be as late as the one that was followed.
         """
         key, keep_s = event.message, self._config.early_read_s
         follow = peer.early.get(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
-        if isinstance(key, m.Abort) and follow is not None:
+        if follow is not None:
             self._early.remove(follow)
             keep_s = max(keep_s, self._config.early_follow_s)
         self._early.keep(peer, event, now + keep_s)

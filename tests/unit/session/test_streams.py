@@ -185,6 +185,24 @@ def test_blocks_taken_in_mid_prompt_abort_their_followers(how):
     assert harness.released(side.handle(_granted(12, is_complete=True))) == [("r", "aborted")]
 
 
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_follower_that_needs_none_of_a_prompt_lets_it_be_released(is_granted):
+    """It confirms before the prompt is complete, or even known here: the engine that computes it has not failed."""
+    side = harness.producer()
+    harness.welcome(side)
+    if is_granted:
+        side.handle(_granted(0), harness.follow(), harness.done())
+    else:
+        side.handle(harness.follow(), harness.done())
+        for _ in range(20):  # a queued prompt waits for longer than a read that is early
+            side.session.keep_alive(side.links[-1], side.now)
+            side.tick(harness.EARLY_S / 10)
+        side.handle(_granted(0))
+    assert side.handle(_granted(8)) == []
+    (ended,) = harness.of(side.handle(_granted(12, is_complete=True)), "release")
+    assert (ended.outcome, ended.error) == ("released", None)
+
+
 def _refused(calls):
     return [
         (report.transfer_id, report.refusal, report.text)
