@@ -302,6 +302,8 @@ def test_a_sender_that_sglang_creates_has_the_digest_of_its_prompt(
             kv_manager=side.manager,
             bootstrap_port=port,
             transfer_backend=None,
+            tp_rank=0,  # SGLang 0.5.21 names its ranks to the sender
+            pp_rank=0,
             _check_if_req_exceed_kv_capacity=lambda _: False,
             _process_req=lambda _: None,
         )

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from tests.support.forked import environment
+
 RUN = """
 import os, signal, time
 from dataclasses import dataclass
@@ -31,7 +33,8 @@ for _ in jobs.run_jobs([(SimpleNamespace(scenario=None), "x")], None, Device(), 
 
 def test_a_run_that_is_told_twice_to_end_ends_with_its_cases():
     """As `timeout` tells it: the process, and then its group."""
-    run = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", RUN]
+    run = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     with run:
         case = int(run.stdout.readline())
         for _ in range(2):
