@@ -220,14 +220,20 @@ class EndedLeases:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         # a look-up compares secrets only if their hashes are equal, so its time tells nothing about one
-        self._ended: dict[tuple[str, str], tuple[Refusal, str]] = {}
+        self._ended: dict[tuple[str, str], tuple[LeaseState, tuple[Refusal, str]]] = {}
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._ended[lease.transfer_id, lease.secret] = lease.refusal()
+        self._ended[lease.transfer_id, lease.secret] = lease.state, lease.refusal()
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
 
     def find(self, transfer_id: str, secret: str) -> tuple[Refusal, str] | None:
         """Return the refusal of the lease with this id and secret, None if it is not remembered."""
-        return self._ended.get((transfer_id, secret))
+        ended = self._ended.get((transfer_id, secret))
+        return None if ended is None else ended[1]
+
+    def has_released(self, transfer_id: str, secret: str) -> bool:
+        """Returns True if it is remembered that the consumers of this lease had all that they needed."""
+        state, _ = self._ended.get((transfer_id, secret), (None, None))
+        return state is LeaseState.RELEASED

@@ -46,7 +46,8 @@ from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
 MAX_REMEMBERED_PROMPTS = 1 << 17
-"""Prompts given up before they were complete are remembered, as the engine computes them and offers their blocks."""
+"""Prompts whose leases ended before they were complete are remembered, as the engine computes them and offers their
+blocks."""
 
 
 _S = LeaseState
@@ -139,7 +140,7 @@ class ProducerSession:
         )
         self.keep_alive = self._peers.keep_alive
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
-        self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
+        self._ended_early = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
     def handle(self, event: object, now: float) -> None:
         """Handle an event. No other method changes leases and peers. An unexpected exception ends one lease or one
@@ -182,13 +183,7 @@ class ProducerSession:
             # the first use could not be distinguished from those about the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
-                    how = self._given_up.find(event.transfer_id, event.secret)
-                    confirmed = how is not None and how[0] is Refusal.UNKNOWN_TRANSFER
-                    outcome = LeaseState.RELEASED if confirmed else _ABORTED
-                    error = None if confirmed else _given_up_error()
-                    self._engine.release(
-                        event.request_id, outcome.value, HoldTrace(now, now), error
-                    )
+                    self._report_early_end(event, now)
                 return
             lease = Lease(LEASE_TABLE, event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
@@ -248,6 +243,13 @@ class ProducerSession:
             return  # it was released in the meantime
         lease.accept(event, now)
         self._end(lease, LeaseState.ABORTED, _withdrawn_error())
+
+    def _report_early_end(self, event: HoldRequest, now: float) -> None:
+        """Report a prompt whose lease ended before it was complete: as read, if its consumers needed no more of it."""
+        error, outcome = None, LeaseState.RELEASED
+        if not self._ended_early.has_released(event.transfer_id, event.secret):
+            error, outcome = _given_up_error(), _ABORTED
+        self._engine.release(event.request_id, outcome.value, HoldTrace(now, now), error)
 
     def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
         """Take back a held request for which no consumer has asked: the pool is full of such.
@@ -390,7 +392,7 @@ class ProducerSession:
         self._early.keep(peer, event, now + keep_s)
 
     def _find_ended(self, key: m.TransferKey | m.Read | LeaseOrder) -> tuple[Refusal, str] | None:
-        remembered = self._ended, self._given_up
+        remembered = self._ended, self._ended_early
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]
 
@@ -497,7 +499,7 @@ class ProducerSession:
         if self._leases.get(lease.transfer_id) is lease:
             del self._leases[lease.transfer_id]
             del self._by_request[lease.request_id]
-            (self._ended if lease.is_complete else self._given_up).add(lease)
+            (self._ended if lease.is_complete else self._ended_early).add(lease)
 
     # -- containment --
 

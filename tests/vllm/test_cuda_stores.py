@@ -51,8 +51,8 @@ def stored(cache, store, rows):
     """Return the bytes of a cache's whole memory after `store` on a GPU, in memory that was zero."""
     count = cache.untyped_storage().nbytes() // cache.element_size()
     on_gpu = torch.zeros(count, dtype=cache.dtype, device="cuda")
-    twin = on_gpu.as_strided(cache.shape, cache.stride(), cache.storage_offset())
-    store(twin, list(rows))
+    view = on_gpu.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+    store(view, list(rows))
     found = on_gpu.view(torch.uint8).cpu()
     assert found.any()
     return found

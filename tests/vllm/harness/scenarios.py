@@ -143,7 +143,7 @@ def _spoil(pair, outcome):
         outcome.figures[f"first drift without {number} {kind}"] = round(drift[0], 4)
     found = [value for name, value in outcome.figures.items() if name.startswith("drift without")]
     is_told = max(found) > 2 * DRIFT_RATIO * clean["mean"] + DRIFT_SLACK
-    outcome.check("cleared rows are told by the drift", is_told)
+    outcome.check("cleared rows show in the drift", is_told)
 
 
 def _drift(pair, prompt, answer):
