@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.sglang.harness.engine import OPTIONS
 from tests.support.ports import free_ports
+from tests.vllm.harness.launchers import compare_through
 from tests.vllm.harness.servers import MAX_TOKENS, complete, prompt_of
 from vllm_1p1d import run as example
 from vllm_1p1d.model import save_tokenizer
@@ -77,12 +78,7 @@ def dynamo(folder, outcome, model, alone):
         command += ["--http-host", "127.0.0.1", "--http-port", str(port)]
         example.start(stack, folder / "frontend.log", command, common)
         _wait_for_an_answer(url)
-        for seed, words in enumerate(expected):
-            is_streamed = seed % 2 == 1
-            what = f"prompt {seed}{' streamed' if is_streamed else ''}"
-            answer = complete(url, MODEL, seed, is_streamed=is_streamed)
-            outcome.compare(what, answer, words)
-            outcome.check(f"{what}: tokens", answer.num_tokens, MAX_TOKENS)
+        compare_through(url, MODEL, outcome, expected)
     for side in SIDES:
         log = (folder / f"{side}.log").read_text(errors="replace")
         outcome.check(f"the {side} worker has our backend", CHOSEN in log)
