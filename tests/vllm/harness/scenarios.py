@@ -71,19 +71,31 @@ def steps(pair, outcome):
     Random weights leave near-ties, and kernels that select rows add them up in any order, so one engine asked twice
     gives other tokens. So a request is judged by its drift, see `_compare_by_drift`. What wrong rows do is shown with
     those of each kind of cache cleared in the prefill engine.
+
+    The prompts are decoded together, alone as after their loads: without graphs a step takes as long for all of them
+    as for one.
     """
-    for length in BOUNDARIES:
-        what, prompt = f"{length} tokens", prompt_of(length)
+    prompts = {f"{length} tokens": prompt_of(length) for length in BOUNDARIES}
+    for what, prompt in prompts.items():
         outcome.compare_bytes(what, pair.compared(prompt, max_tokens=1)[1])
         pair.prefill.forget()
         pair.decode.forget()
-        own = pair.decode.ask(prompt, max_tokens=STEPS, logprobs=2)
+
+    def decoded(offers):
+        asks = [
+            pair.decode.submit(prompt, params, max_tokens=STEPS, logprobs=2)
+            for prompt, params in zip(prompts.values(), offers, strict=True)
+        ]
+        answers = [pair.decode.answer(each) for each in asks]
         pair.decode.forget()
-        params = pair.prefilled(prompt)
-        answer = pair.decode.ask(prompt, params, max_tokens=STEPS, logprobs=2)
+        return answers
+
+    alone = decoded([None] * len(prompts))
+    handed_over = decoded([pair.prefilled(prompt) for prompt in prompts.values()])
+    pair.prefill.forget()
+    for (what, prompt), own, answer in zip(prompts.items(), alone, handed_over, strict=True):
+        outcome.check(f"{what}: computed", answer.computed_tokens, 1)
         _compare_by_drift(pair, outcome, what, prompt=prompt, own=own, answer=answer)
-        pair.prefill.forget()
-        pair.decode.forget()
     _spoil(pair, outcome)
 
 
