@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.vllm.harness import scenarios
-from tests.vllm.harness.report import OURS, Harness, NoAnswerError, Outcome, Report
+from tests.vllm.harness.report import OURS, NoAnswerError, Outcome, Report, SerialHarness
 
 RIGHT = SimpleNamespace(tokens=[1, 2], reason="length")
 
@@ -83,7 +83,7 @@ def test_tokens_differ_only_within_the_drift(gap, drift, is_good):
     assert outcome.figures["a prompt: gap there"] == gap
 
 
-class Engines(Harness):
+class Engines(SerialHarness):
     """Cases without engines: each raises what it is named after, or compares something."""
 
     cases = (

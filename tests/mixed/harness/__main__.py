@@ -10,11 +10,11 @@ from tests.mixed.harness.pair import Pair
 from tests.sglang.harness.alone import Alone
 from tests.sglang.harness.model import model_of
 from tests.vllm.harness.device import EXACT, Device
-from tests.vllm.harness.report import Harness
+from tests.vllm.harness.report import SerialHarness
 from tests.vllm.harness.runner import preload
 
 
-class MixedHarness(Harness):
+class MixedHarness(SerialHarness):
     """Engines of two kinds. Those of SGLang are in another environment, behind one process that forks them."""
 
     prog, cases = "scripts/test_mixed", CASES

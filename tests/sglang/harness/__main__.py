@@ -10,10 +10,10 @@ from tests.sglang.harness.device import Device
 from tests.sglang.harness.engine import Engine, EngineSpec, preload
 from tests.sglang.harness.model import model_of
 from tests.sglang.harness.pair import Pair
-from tests.vllm.harness.report import OURS, Harness
+from tests.vllm.harness.report import OURS, SerialHarness
 
 
-class SglangHarness(Harness):
+class SglangHarness(SerialHarness):
     """Pairs of SGLang's engines, with our backend or one of SGLang's."""
 
     prog, cases = "scripts/test_sglang", CASES

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -60,7 +61,7 @@ class Outcome:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
 
-class Harness:
+class Harness(ABC):
     """A run of cases by the names on the command line; each harness says what its engines need.
 
     `prog` is the script that users call, `cases` are all of them. `arguments` are parsed at the start of a run.
@@ -92,8 +93,8 @@ class Harness:
         named = [by_name[name] for name in self.arguments.cases]
         self._chosen = named or [case for case in self.cases if self.is_chosen(case)]
 
-    def add_options(self, parser):
-        """Add what only this harness takes."""
+    def add_options(self, parser):  # noqa: B027 (a hook)
+        """Add what only this harness takes: by default nothing."""
 
     def is_chosen(self, case):
         """Return True if a case runs where none is named."""
@@ -103,30 +104,20 @@ class Harness:
         """Return the reason for which a case cannot run here, "" if it can."""
         return case.why_not
 
+    @abstractmethod
     def start(self):
         """Import what the engines need. Returns their versions by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_models(self, case):
         """Make the models of a case, in a process of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, cases):
         """Run cases, and yield the arguments of `Report.add` as they end."""
-        for case in cases:
-            outcome, place, started = Outcome(), self.folder / case.name, time.monotonic()
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            with complaints_to(outcome):
-                self.run_case(case, place, outcome)
-            yield case.name, self.connector, outcome, time.monotonic() - started
 
-    def run_case(self, case, place, outcome):
-        """Start a case's engines, run its scenario, and end them. `place` is an empty folder."""
-        raise NotImplementedError
-
-    def close(self):
-        """End what serves several cases."""
+    def close(self):  # noqa: B027 (a hook)
+        """End what serves several cases: by default there is nothing."""
 
     def run(self):
         """Run the cases. Returns the exit status: 0 if no case has a complaint."""
@@ -145,6 +136,23 @@ class Harness:
             for row in self.rows(runnable):
                 report.add(*row)
         return report.end(self.connector)
+
+
+class SerialHarness(Harness):
+    """A harness that runs one case after another, in this process."""
+
+    @abstractmethod
+    def run_case(self, case, place, outcome):
+        """Start a case's engines, run its scenario, and end them. `place` is an empty folder."""
+
+    def rows(self, cases):
+        for case in cases:
+            outcome, place, started = Outcome(), self.folder / case.name, time.monotonic()
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            with complaints_to(outcome):
+                self.run_case(case, place, outcome)
+            yield case.name, self.connector, outcome, time.monotonic() - started
 
 
 @contextmanager
