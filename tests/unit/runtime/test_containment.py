@@ -3,6 +3,7 @@
 import ast
 import inspect
 import logging
+import textwrap
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
+from kvconnector.wire.codec import KINDS
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
@@ -104,9 +106,26 @@ def test_an_exception_in_the_check_of_an_order_refuses_that_order(
     assert "request bad was ended" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "step", ["decode_batch", "event_of", "_greet", "keep_alive", "note_mapping"]
-)
+STEPS = ("_greet", "decode_batch", "event_of", "keep_alive", "note_mapping")
+"""What a driver does with a peer's message before a session has it."""
+
+
+def test_every_step_with_a_peers_message_raises_in_these_tests():
+    assert guarded_calls(inspect.getsource(driver_module)) == ["self._queue_messages"]
+    source = textwrap.dedent(inspect.getsource(driver_module.Driver._queue_messages))
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    called = {ast.unparse(each).rpartition(".")[2] for each in calls}
+    harmless = {"PeerLostError", "append", "clock", "isinstance", "lose", "zip"}
+    assert sorted(called - harmless | {"_greet"}) == [*STEPS]
+
+
+def test_a_worker_takes_every_message_of_the_wire_but_requests_to_directories():
+    """Those that a worker takes raise in `tests/property/test_containment.py`."""
+    of_links = ev.FROM_CONSUMER | ev.FROM_PRODUCER | {m.Bye, m.Batch}
+    assert of_links | {m.DirectoryRequest} == {*KINDS.values()}
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, deployment, step):
     world, p, d = deployment
     worker = p.workers[0]

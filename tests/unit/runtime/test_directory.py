@@ -1,5 +1,6 @@
 """The workers that a directory service names, and the wire version that it chooses."""
 
+import logging
 import os
 import signal
 import warnings
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvconnector.control.base import Received
+from kvconnector.runtime import directory as directory_module
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
@@ -102,6 +105,31 @@ def test_a_refusal_of_long_names_is_cut_to_what_a_message_takes():
     (answer,) = asking.poll(0.0)
     refused = decode(answer.payload)
     assert (refused.refusal, len(refused.text)) == (m.Refusal.INCOMPATIBLE, m.MAX_TEXT)
+
+
+@pytest.mark.parametrize("step", ["decode", "answer_to", "version_of", "encode"])
+def test_an_exception_about_a_request_leaves_others_answered(step, monkeypatch, caplog):
+    hub = ControlHub(seed=0)
+    victim, other, serving = hub.open(), hub.open(), hub.open()
+    service = DirectoryService(serving, harness.directory())
+    original, calls = getattr(directory_module, step), []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ZeroDivisionError("an accident")
+        return original(*arguments)
+
+    monkeypatch.setattr(directory_module, step, fail_once)
+    for asking in (victim, other):
+        asking.send(asking.connect(serving.address, ""), encode(m.DirectoryRequest(engine_id="p")))
+    with caplog.at_level(logging.WARNING):
+        service.turn(0.0)
+    assert victim.poll(0.0) == []
+    (answer,) = other.poll(0.0)
+    assert isinstance(answer, Received)
+    assert isinstance(decode(answer.payload), m.Directory)
+    assert caplog.text.count("Traceback") == 1
 
 
 def test_a_forked_child_leaves_its_parents_service_alone():

@@ -11,6 +11,7 @@ import torch
 import kvconnector as kvc
 from kvconnector.errors import LocalError
 from kvconnector.runtime import driver_thread
+from kvconnector.runtime.layers import StepLayers
 from tests.support.waiting import until
 
 CONFIG = kvc.Config.from_mapping({"engine_id": "e", "role": "both", "control": {"insecure": True}})
@@ -104,6 +105,30 @@ def test_a_prompt_whose_offer_is_refused_while_the_worker_sleeps_is_given_up():
             worker.start_step(scheduler.build_step())
             assert worker.poll().failed_sending.keys() == {"r"}
             until(lambda: not holds("r"))
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("broken", ["__init__", "written"])
+def test_a_step_whose_layers_cannot_be_reported_is_read_as_a_whole(broken, monkeypatch, caplog):
+    def fail(*_):
+        raise ZeroDivisionError("an accident")
+
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            monkeypatch.setattr(StepLayers, broken, fail)
+            scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            for layer in range(2):
+                worker.layer_written(layer)
+            monkeypatch.undo()
+            holds = worker._thread._driver.producer.holds
+            until(lambda: holds("r"))
+            assert worker.poll().stats.contained == {"ZeroDivisionError": 1}
+            scheduler.withdraw("r")
+            worker.start_step(scheduler.build_step())
+            until(lambda: "r" in worker.poll().finished_sending)
+    assert caplog.text.count("Traceback") == 1
 
 
 @pytest.mark.ucx
