@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "cuda": {
         "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
         "TORCHDYNAMO_DISABLE": "1",  # compiles nothing, for minutes
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # its Rust form is built for one release of torch
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asks for a GPU without using it
         **EXACT,
     },

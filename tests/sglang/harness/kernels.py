@@ -23,12 +23,19 @@ def stand_in(kind):
     if kind == "cpu":
         _stand_in_on_a_cpu()
         return
+    _stand_in_on_a_gpu()
+
+
+def _stand_in_on_a_gpu():
+    """Keep to PyTorch and Triton, without kernels that SGLang has compiled or compiles when they are used."""
+    from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.dual_gemm import DualGemm
     from sglang.srt.mem_cache import memory_pool
 
     # it would compile a kernel, for a minute
     memory_pool.can_use_store_cache = lambda *_: False
     DualGemm._select_mode = lambda *_: None  # it would import CUTLASS
+    triton_backend.is_arch_support_pdl = lambda: False  # a compiled kernel's module says it
 
 
 def _stand_in_on_a_cpu():
