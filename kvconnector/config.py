@@ -289,17 +289,29 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
 
     def chunk_bytes(self, device: str, largest_row_bytes: int = 0) -> int:
-        """Return the slot size in bytes for caches on `device` ("cpu" or "cuda:N"), within the staging budget.
+        """Return the size of a staging slot, within the staging budget.
 
-        The default holds `largest_row_bytes`, the most that a part has of one token, or of one state, which is several
-        MiB for some recurrent states.
+        Args:
+            device: Where the caches are, "cpu" or "cuda:N".
+            largest_row_bytes: The most bytes that a part has of one token or of one state, which is several MiB for
+                some recurrent states. The default size holds them.
+
+        Returns:
+            The size in bytes.
         """
         default = CUDA_CHUNK_BYTES if device.startswith("cuda") else CPU_CHUNK_BYTES
         default = max(default, -(-largest_row_bytes // (64 * KIB)) * 64 * KIB)
         return min(self.staging.chunk_bytes or default, self.staging.budget_bytes // 2)
 
     def spin_s(self, device: str) -> float:
-        """Return how long to spin before sleeping, in seconds, for caches on `device` ("cpu" or "cuda:N")."""
+        """Return how long to spin before sleeping.
+
+        Args:
+            device: Where the caches are, "cpu" or "cuda:N".
+
+        Returns:
+            The time in seconds.
+        """
         if self.staging.spin_s >= 0.0:
             return self.staging.spin_s
         return CUDA_SPIN_S if device.startswith("cuda") else CPU_SPIN_S
@@ -307,6 +319,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:
         """Make settings from nested mappings, such as parsed JSON or YAML.
+
+        Args:
+            settings: Values by name; those of a section in a mapping, as in `{"lease": {"duration_s": 60}}`.
+
+        Returns:
+            The settings, with defaults for what is not given.
 
         Raises:
             ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
@@ -325,7 +343,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def from_env(
         cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
     ) -> ConnectorConfig:
-        """Settings from `environ` over those of `base`.
+        """Make settings from environment variables, over those of a mapping.
+
+        Args:
+            environ: Variables by name, such as `os.environ`. Those that do not begin with `KVCONNECTOR_` are ignored.
+            base: Settings as `from_mapping` takes them, which variables override.
+
+        Returns:
+            The settings, with defaults for what neither gives.
 
         Raises:
             ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting, and for two that

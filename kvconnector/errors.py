@@ -33,6 +33,10 @@ class KVConnectorError(Exception):
     """Base class of all errors. `context` holds the values that the text ends with: engine, rank, request, values that
     disagree. `remedy` says what to do about any error of the class, where the message does not, and `retry` where a
     router may send the request again. Each class states its own.
+
+    Args:
+        message: What happened, without the values.
+        context: The values by name, such as `engine` or `rank`.
     """
 
     remedy: ClassVar[str] = ""

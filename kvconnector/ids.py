@@ -32,7 +32,11 @@ class Rank(NamedTuple):
     tp_rank: int
 
     def global_rank(self, tp_size: int) -> int:
-        """Index of this worker in its engine, tensor-parallel ranks contiguous."""
+        """Return the index of this worker in its engine: stage by stage, each stage's tensor-parallel ranks contiguous.
+
+        Args:
+            tp_size: The engine's tensor-parallel size.
+        """
         return self.pp_rank * tp_size + self.tp_rank
 
     def __str__(self) -> str:

@@ -181,9 +181,12 @@ class Scheduler:
     def withdraw(self, request_id: str) -> None:
         """Take back a request's blocks. Its consumers compute the prompt themselves.
 
-        Of a request that is streamed and still computed, as preemption does, the engine may use the blocks at once.
-        Those of a request that was offered are free when `finished_sending` names it, with the reason in
-        `failed_sending`. No effect on other requests.
+        If the request is streamed and still computed, as when it is preempted, the engine may use the blocks at once.
+        If it was offered, they are free when `finished_sending` names it, with the reason in `failed_sending`. No
+        effect on other requests.
+
+        Args:
+            request_id: The engine's name for the request.
         """
         self._orders += self._offers.withdraw(request_id)
         if request_id in self._offers.held:
@@ -303,8 +306,11 @@ class Scheduler:
         return external, external > 0
 
     def is_early(self, request_id: str) -> bool:
-        """Returns True while the producer has the prompt in its queue, or computes it and `stream` is off here. Blocks
-        for it would be idle, so ask again after an `update`.
+        """Return True while the producer has the prompt in its queue, or computes it and `stream` is off here. Blocks
+        allocated for it would be idle, so ask again after an `update`.
+
+        Args:
+            request_id: The engine's name for the request.
         """
         remote = self._requests.get(request_id)
         return remote is not None and remote.params.is_followed and not remote.producer_started
@@ -362,18 +368,29 @@ class Scheduler:
         return order.token_ranges
 
     def is_loading(self, request_id: str) -> bool:
-        """Returns True while transfers write the request's blocks: do not free them before `finished_recving`."""
+        """Return True while transfers write the request's blocks: do not free them before `finished_recving` names it.
+
+        Args:
+            request_id: The engine's name for the request.
+        """
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage == "loading"
 
     def is_pending(self, request_id: str) -> bool:
-        """Returns True while the request waits until it may load, or for its load to end."""
+        """Return True while the request waits until it may load, or for its load to end.
+
+        Args:
+            request_id: The engine's name for the request.
+        """
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage != "over"
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that the engine has finished. Its load stops: keep its blocks until `finished_recving` names
-        it. Consumers that stream a request which was never offered are notified. Unknown requests are ignored.
+        """Forget a request that the engine has finished. If it is being loaded, the load stops: keep its blocks until
+        `finished_recving` names it. Consumers that stream a request which was never offered are notified.
+
+        Args:
+            request_id: The engine's name for the request. An unknown one is ignored.
         """
         self._orders += self._offers.withdraw(request_id)
         self._offers.close(request_id)
@@ -387,7 +404,11 @@ class Scheduler:
             del self._requests[request_id]
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, and withdraw its offer: `finished_sending` names it once nothing reads its blocks."""
+        """Forget a request, and withdraw its offer: `finished_sending` names it once nothing reads its blocks.
+
+        Args:
+            request_id: The engine's name for the request. An unknown one is ignored.
+        """
         self.finish(request_id)
         self.withdraw(request_id)
 

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 
 def view_of(cache_BHND: torch.Tensor) -> KVView:
-    """Return a tensor as a view `[num_blocks, num_heads, block_size, head_dim]`, without a copy.
+    """Return a tensor as a view, without a copy.
 
-    Permute or slice the engine's tensor into that shape first; any strides will do. The caller keeps it alive.
+    Args:
+        cache_BHND: The cache, shape `[num_blocks, num_heads, block_size, head_dim]`, any dtype, device and strides.
+            Permute or slice the engine's tensor into that shape first. The caller keeps its memory alive.
+
+    Returns:
+        Address, shape, strides and element size in bytes.
 
     Raises:
         GeometryError: the tensor does not have four axes, or its strides make elements overlap.
@@ -75,13 +80,21 @@ def cache_group(
 ) -> CacheGroup:
     """Make a cache group of this rank from its tensors.
 
-    `caches[layer]` are K and V, or one tensor with both or with a latent, each seen as
-    `[num_blocks, num_heads, block_size, head_dim]`; any strides will do. The rank holds the heads from `head_start` on
-    of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines. If `row_tokens` tokens
-    share a row of a compressed cache, the tensors' `block_size` and the interleave count rows. `scales[layer][part]`
-    are those of numbers in fp8: one, or one for each head of this rank. Numbers are converted for engines that have
-    other types only if they are given. `rounding` is the rule by which the engine stores fp8, one of
-    `topology.ROUNDINGS`; docs/conversion.md says what each does.
+    Args:
+        caches: The tensors of each layer by its number, which is the same in all engines: K and V, or one tensor with
+            both or with a latent. Each is seen as `[num_blocks, num_heads, block_size, head_dim]`, with any strides.
+        total_heads: KV heads of the model; 0 if this rank holds all.
+        head_start: The first of the heads that this rank holds.
+        context_parallel: Which tokens this rank holds.
+        row_tokens: Tokens that share a row of a compressed cache. The tensors' `block_size` and the interleave of
+            `context_parallel` then count rows.
+        scales: Of a cache in fp8, the scales of each layer's parts, `scales[layer][part]`: one, or one for each head of
+            this rank. Without them numbers are not converted for engines that have another type.
+        rounding: The rule by which the engine stores fp8, one of `topology.ROUNDINGS`; docs/conversion.md describes
+            them.
+
+    Returns:
+        The group, for `Worker.register`.
 
     Raises:
         GeometryError: no layer, tensors that are not alike or not of four axes, heads beyond `total_heads`, an unknown

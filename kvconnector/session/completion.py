@@ -132,7 +132,11 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     extras: dict[str, bytes] = {}
 
     def merged(self, other: WorkerOutput) -> WorkerOutput:
-        """Return the sum of both."""
+        """Return the sum of two outputs. Neither is changed.
+
+        Args:
+            other: The output of another step, or of another worker.
+        """
         return WorkerOutput(
             finished_sending=self.finished_sending | other.finished_sending,
             finished_recving=self.finished_recving | other.finished_recving,
@@ -248,8 +252,14 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: FinishedCounter, world_size: int) -> KVOutputAggregator:
-        """Return an aggregator for the workers of `connector`: `world_size` of them, unless it names another count.
-        Raises as the class.
+        """Return an aggregator for the workers of a connector.
+
+        Args:
+            connector: A scheduler, or anything else that has `get_finished_count`.
+            world_size: The number of workers, unless the connector names another one.
+
+        Raises:
+            LocalError: as the class.
         """
         return cls(connector.get_finished_count() or world_size)
 

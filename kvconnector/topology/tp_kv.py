@@ -80,9 +80,14 @@ class TpKVTopology:
     def heads_of(total_heads: int, *, tp_rank: int, tp_size: int, dcp_size: int = 1) -> range:
         """Return the heads that a rank holds of `total_heads`, in global numbering.
 
-        `dcp_size` adjacent ranks hold the same heads and share the tokens. Shares are runs of heads whose lengths
-        differ by at most one. With more shares than heads, adjacent shares hold the same head. If one number divides
-        the other, this is the split of Megatron-style tensor parallelism.
+        Shares are runs of heads whose lengths differ by at most one. With more shares than heads, adjacent shares hold
+        the same head. If one number divides the other, this is the split of Megatron-style tensor parallelism.
+
+        Args:
+            total_heads: KV heads of the model.
+            tp_rank: The rank's place among the tensor-parallel ranks of its stage.
+            tp_size: The engine's tensor-parallel size.
+            dcp_size: How many adjacent ranks hold the same heads and share the tokens (decode context parallelism).
 
         Raises:
             GeometryError: there are no heads, the rank is outside the engine, or `dcp_size` does not divide `tp_size`.
@@ -107,8 +112,13 @@ class TpKVTopology:
         pp_size: int,
         layers_per_stage: Sequence[int] | None = None,
     ) -> range:
-        """Return the layers of a pipeline stage, in global numbering. Without `layers_per_stage` the stages' sizes
-        differ by at most one, longer stages first.
+        """Return the layers of a pipeline stage, in global numbering.
+
+        Args:
+            num_layers: Layers of the model.
+            pp_rank: The stage.
+            pp_size: The number of stages.
+            layers_per_stage: The size of each stage. By default sizes differ by at most one, larger stages first.
 
         Raises:
             GeometryError: a stage has no layers, the sizes do not add up, or there is no such stage.
@@ -135,8 +145,14 @@ class TpKVTopology:
         return self.rank.global_rank(self.engine.tp_size)
 
     def get_target_remote_ranks(self, remote: EngineGeometry) -> tuple[Target, ...]:
-        """Return the remote ranks to read from, in rank order. Together they deliver everything that we hold, each
-        (layer, part, head, token) once, except optional cache groups that the remote engine lacks.
+        """Return the remote ranks to read from. Together they deliver everything that we hold, each (layer, part, head,
+        token) once, except optional cache groups that the remote engine lacks.
+
+        Args:
+            remote: The engine to read from.
+
+        Returns:
+            Each rank with the segments to read from it, in rank order.
 
         Raises:
             IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
@@ -156,6 +172,9 @@ class TpKVTopology:
         These are the ranks that have us among their `get_target_remote_ranks`. If none has, our position selects one
         that confirms, so that some rank releases every one of ours.
 
+        Args:
+            remote: The engine that reads from us.
+
         Raises:
             IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
         """
@@ -171,6 +190,9 @@ class TpKVTopology:
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
         """Return the remote ranks to greet: those that have us among their `readers`.
 
+        Args:
+            remote: The engine to read from.
+
         Raises:
             IncompatiblePeerError: as `get_target_remote_ranks`.
         """
@@ -182,9 +204,13 @@ class TpKVTopology:
         return tuple(sorted(ours | unread))
 
     def check_compatible(self, remote: EngineGeometry) -> None:
-        """Refuse an engine whose cache differs from ours in meaning. Remember one that passes by its id, the newest
-        `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ, and the types
-        and scales of elements that are converted on the way.
+        """Refuse an engine whose cache differs from ours in meaning, and remember one that passes by its id.
+
+        TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ, and so may the types and scales of
+        elements that are converted on the way. The newest `MAX_REMOTES` engines are remembered.
+
+        Args:
+            remote: The other engine, all ranks as they registered.
 
         Raises:
             IncompatiblePeerError: the engines disagree in the values that the error names, or the tokens of their
@@ -221,38 +247,84 @@ class TpKVTopology:
             del self._remotes[next(iter(self._remotes))]
 
     def tp_ratio(self, remote: EngineGeometry) -> Fraction:
-        """Return our tensor-parallel size over theirs."""
+        """Return our tensor-parallel size over theirs.
+
+        Args:
+            remote: The other engine.
+        """
         return Fraction(self.engine.tp_size, remote.tp_size)
 
     def pp_ratio(self, remote: EngineGeometry) -> Fraction:
-        """Return our pipeline-parallel size over theirs."""
+        """Return our pipeline-parallel size over theirs.
+
+        Args:
+            remote: The other engine.
+        """
         return Fraction(self.engine.pp_size, remote.pp_size)
 
     def block_size_ratio(self, remote: EngineGeometry, group: int = 0) -> Fraction:
-        """Return our block size over theirs in a cache group, in tokens of one rank."""
+        """Return our block size over theirs, in tokens of one rank.
+
+        Args:
+            remote: The other engine.
+            group: The cache group.
+        """
         ours, theirs = self.geometry.groups[group], remote.ranks[0].groups[group]
         return Fraction(ours.block_size, theirs.block_size)
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
-        """Return `tp_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
+        """Return `tp_ratio` for a known engine.
+
+        Args:
+            engine_id: An engine that has passed `check_compatible`.
+
+        Raises:
+            LocalError: it has not.
+        """
         return self.tp_ratio(self._remote(engine_id))
 
     def pp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
-        """Return `pp_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
+        """Return `pp_ratio` for a known engine.
+
+        Args:
+            engine_id: An engine that has passed `check_compatible`.
+
+        Raises:
+            LocalError: it has not.
+        """
         return self.pp_ratio(self._remote(engine_id))
 
     def block_size_ratio_from_engine_id(self, engine_id: str, group: int = 0) -> Fraction:
-        """Return `block_size_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
+        """Return `block_size_ratio` for a known engine.
+
+        Args:
+            engine_id: An engine that has passed `check_compatible`.
+            group: The cache group.
+
+        Raises:
+            LocalError: it has not.
+        """
         return self.block_size_ratio(self._remote(engine_id), group)
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> tuple[Target, ...]:
-        """Return the targets in a known engine. Raises LocalError: it has not passed `check_compatible`."""
+        """Return `get_target_remote_ranks` for a known engine.
+
+        Args:
+            engine_id: An engine that has passed `check_compatible`.
+
+        Raises:
+            LocalError: it has not.
+            IncompatiblePeerError: as `get_target_remote_ranks`.
+        """
         return self.get_target_remote_ranks(self._remote(engine_id))
 
     @staticmethod
     def is_kv_replicated(engine: EngineGeometry) -> bool:
         """Return True if tensor parallelism splits some part into more shares than it has heads, so that several ranks
         hold the same head: GQA with few KV heads, or MLA's one latent. Ranks that share tokens count as one share.
+
+        Args:
+            engine: The engine to examine.
         """
         return any(
             engine.tp_size // group.dcp_size > part.total_heads
@@ -262,8 +334,11 @@ class TpKVTopology:
 
     @staticmethod
     def replicates_kv_cache(engine: EngineGeometry) -> bool:
-        """Return True if several ranks hold the same (layer, head, token), because of `is_kv_replicated` or because
-        the ranks registered overlapping ranges of heads.
+        """Return True if several ranks hold the same (layer, head, token), because of `is_kv_replicated` or because the
+        ranks registered overlapping ranges of heads.
+
+        Args:
+            engine: The engine to examine.
         """
         held = Counter(
             (rank.pp_rank, index, number, group.dcp_rank, head)
@@ -276,8 +351,14 @@ class TpKVTopology:
         return max(held.values(), default=0) > 1
 
     def needs_relayout(self, remote: EngineGeometry) -> bool:
-        """Return True if their blocks differ from ours in size, tokens, heads or the order of elements. If one side
-        does not state its order, it is taken to be the other's.
+        """Return True if their blocks differ from ours in size, tokens, heads or the order of elements. A side that
+        does not state its order is taken to have the other's.
+
+        Args:
+            remote: The other engine.
+
+        Raises:
+            IncompatiblePeerError: as `get_target_remote_ranks`.
         """
         return any(
             differ(self.geometry.groups[segment.group], theirs.groups[segment.group], segment)
@@ -287,7 +368,14 @@ class TpKVTopology:
         )
 
     def describe(self, remote: EngineGeometry) -> str:
-        """Return a line for people: the ratios, ours over theirs, and the re-layout of blocks, if any."""
+        """Return a line for people: the ratios, ours over theirs, and how blocks are laid out anew or converted.
+
+        Args:
+            remote: The other engine.
+
+        Raises:
+            IncompatiblePeerError: as `get_target_remote_ranks`.
+        """
         groups = range(self.engine.num_common(remote))
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
         how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
@@ -303,7 +391,12 @@ class TpKVTopology:
 
     def memory_order(self, group: int = 0) -> str:
         """Return the axes of a cache group's first part in memory, slowest first, as `layout.memory_orders` names them.
-        Raises GeometryError: the order is not known, as in a stage that has no layer of the group.
+
+        Args:
+            group: The cache group.
+
+        Raises:
+            GeometryError: the order is not known, as in a stage that has no layer of the group.
         """
         order = self.geometry.groups[group].parts[0].memory_order
         if not order:
@@ -312,22 +405,47 @@ class TpKVTopology:
         return order
 
     def is_kv_layout_blocks_first(self, group: int = 0) -> bool:
-        """Return True if a block has K and V together: `[B, 2, ...]`, packed in one axis, or one latent. Raises as
-        `memory_order`.
+        """Return True if a block has K and V together: `[B, 2, ...]`, packed in one axis, or one latent.
+
+        Args:
+            group: The cache group.
+
+        Raises:
+            GeometryError: as `memory_order`.
         """
         return not self.split_k_and_v(group)
 
     def split_k_and_v(self, group: int = 0) -> bool:
-        """Return True if all blocks of K lie before or after all of V: `[2, B, ...]`. Raises as `memory_order`."""
+        """Return True if all blocks of K lie before or after all of V: `[2, B, ...]`.
+
+        Args:
+            group: The cache group.
+
+        Raises:
+            GeometryError: as `memory_order`.
+        """
         return self.memory_order(group).startswith("2")
 
     def cross_layers_blocks(self, group: int = 0) -> bool:
-        """Return True if a block has all layers of the group on this rank together. Raises as `memory_order`."""
+        """Return True if a block has all layers of the group on this rank together.
+
+        Args:
+            group: The cache group.
+
+        Raises:
+            GeometryError: as `memory_order`.
+        """
         return "L" in self.memory_order(group)
 
     def block_size_position(self, group: int = 0) -> int:
         """Return the position of the token axis among a block's axes in memory, counted back from the fastest (-1): -3
-        in NHD, -2 in HND. Raises GeometryError: as `memory_order`, or blocks have a single token.
+        in NHD, -2 in HND.
+
+        Args:
+            group: The cache group.
+
+        Raises:
+            GeometryError: as `memory_order`, or blocks have a single token.
         """
         order = self.memory_order(group)
         axes = self.geometry.groups[group].parts[0].block_order
