@@ -113,7 +113,8 @@ def check_mirror(structs: Sequence[tuple[str, type[ctypes.Structure]]]) -> None:
         there = (entry.name.decode(), entry.offset, entry.size) if entry.name else None
         if there != found:
             raise LibraryError(
-                f"the compiled library has {there} where this Python expects {found}: build it anew",
+                f"the compiled library has {there} where this Python expects {found}: install kvconnector anew, or "
+                "build the library (python kernels/native/build.py)",
                 path=str(PATH),
             )
         if there is None:
