@@ -53,6 +53,7 @@ METRICS = {"enable-metrics": True}
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
 DPA2 = {"tp": 2, "dp-size": 2, "enable-dp-attention": True, "enable-dp-lm-head": True}
+DPA4 = {**DPA2, "tp": 4, "dp-size": 4, "max-running-requests": 8}
 DP2 = {"dp-size": 2}
 ROBIN = {"load-balance-method": "round_robin"}
 TOTAL = {"load-balance-method": "total_tokens"}
@@ -70,6 +71,10 @@ def _attention(name, scenario=s.crowd, **options):
     return _ours(name, scenario, model=MLA, **options)
 
 
+def _timed(name, **options):
+    return Case(name, s.times, why_not="its times mean something on GPUs only", **options)
+
+
 KILL_PREFILL = partial(s.kill, side="prefill", other="decode")
 KILL_DECODE = partial(s.kill, side="decode", other="prefill")
 DATA_PARALLEL = (
@@ -80,6 +85,9 @@ DATA_PARALLEL = (
     _attention("dpa2-robin-dpa2", prefill=DPA2 | ROBIN, decode=DPA2),
     _attention("dpa2-total-tp1", prefill=DPA2 | TOTAL),
     _attention("dpa2-total-dpa2", prefill=DPA2 | TOTAL, decode=DPA2),
+    _attention("dpa2-total-dpa4", prefill=DPA2 | TOTAL, decode=DPA4),
+    _timed("dpa2-dpa2-times", model=MLA, prefill=DPA2 | TOTAL, decode=DPA2),
+    _timed("dpa2-dpa4-times", model=MLA, prefill=DPA2 | TOTAL, decode=DPA4),
     _ours("dpa2-moe", s.crowd, model=MLA_MOE, prefill=DPA2, decode=DPA2),
     _attention("dpa2-named-tp1", s.named, prefill=DPA2),
     _attention("dpa2-against-room", s.against_room, environment=s.SOON, prefill=DPA2),
@@ -111,7 +119,7 @@ DATA_PARALLEL = (
     _lost("dpa2-kill-decode", KILL_DECODE, model=MLA, prefill=DPA2, decode=DPA2),
     _lost("dpa2-abort", s.abort, model=MLA, prefill=DPA2, decode=DPA2),
 )
-"""Servers whose attention, or all of them, runs in two data-parallel ranks."""
+"""Servers whose attention, or all of them, runs in data-parallel ranks."""
 
 
 CASES = (
