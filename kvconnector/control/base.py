@@ -54,7 +54,8 @@ class ControlLimits:
     max_queued_messages: int
     """Messages that may wait in one direction of one connection."""
     max_messages_per_turn: int
-    """Messages that one `poll` takes from one connection, or from all incoming ones together, before it returns."""
+    """Messages that one `poll` takes from one connection, or from all incoming ones together, before it returns; as
+    many are read ahead of it from each incoming one."""
     connect_timeout_s: float
     """Seconds from `connect` to the end of the handshake; an accepted connection has as long for its own."""
     heartbeat_interval_s: float

@@ -13,7 +13,8 @@ It never retries, never reconnects and never interprets a payload.
   loses the connection, so that no peer can make this side allocate more.
 - *Threads.* One thread at a time calls everything on a channel, except `wake`, which any thread may call.
 - *Waits.* Only `poll` waits, at most its `timeout_s`; `close` waits at most `linger_s`.
-- *Work.* A `poll` costs as much as has happened, no matter how many connections there are.
+- *Work.* A `poll` costs as much as has happened, no matter how many connections there are. It takes messages of all
+  connections in turns, so that no peer's keep those of the others waiting.
 
 There is one ROUTER for all incoming connections, and one DEALER for each outgoing one. ZMQ must not reconnect by
 itself, because a new engine may have taken the old one's place. For the same reason no side sets an identity.

@@ -85,6 +85,10 @@ class IncomingConnections:
                 self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
                 opened.callback(self.socket.close, linger=0)
                 configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
+                # Messages have any length, so few are read ahead for each connection: as many as one turn takes of
+                # all. The others stay with their sender.
+                ahead = min(limits.max_queued_messages, limits.max_messages_per_turn)
+                self.socket.setsockopt(zmq.RCVHWM, ahead)
                 self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
                 self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 if security is not None:

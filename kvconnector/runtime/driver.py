@@ -20,11 +20,15 @@ deadline has passed, the sessions get a `Tick`; a turn never sleeps beyond that.
 Blocking. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile kernels,
 open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to the
 driver's thread, so order is kept. A turn decodes messages and handles events for `pacing.WORK_S` at most, then passes
-through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
+through the data path, which releases the GIL.
+
+Fair shares. `Links` gives the messages of all peers in turns, one of each. They wait there, and few of them in the
+driver's queue (`MAX_QUEUED_EVENTS`, `MAX_TAKEN_BYTES`): so the engine's orders and the data path's news wait for so
+few, and a peer's for one of each other peer, whatever one peer has sent.
 
 Order. A peer's messages count before its loss, which the control channel reports after its own, and `Links` after those
-that came over the transport. The driver handles events in the order of their arrival. It closes a link after it has
-sent the messages that a session left for it.
+that came over the transport. The driver handles events in the order in which it took them. It closes a link after it
+has sent the messages that a session left for it.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all transfers
 of the worker, and the engine too if it is inline; an event that bypasses the queue may overtake one that a session
@@ -68,7 +72,7 @@ from kvconnector.session.orders import (
 )
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
-from kvconnector.wire import decode_batch
+from kvconnector.wire import decode, split_batch
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -85,8 +89,10 @@ MAX_ROUNDS = 64
 """A data path with many small chunks always has something to report: the control channel and the engine's orders must
 not wait for it.
 """
-MAX_QUEUED_EVENTS = 1024
-"""With this many events queued, a turn takes no more messages from peers."""
+MAX_QUEUED_EVENTS = 128
+"""With this many events queued, a turn takes no more messages from peers. A turn's time is enough for about as many."""
+MAX_TAKEN_BYTES = 256 << 10
+"""After this many bytes of messages a turn takes no more of them before it has handled these."""
 
 
 class Driver:
@@ -265,11 +271,14 @@ class Driver:
         """Queue messages for the sessions, as many as there is room and time for. The links keep the rest."""
         if len(self._events) >= MAX_QUEUED_EVENTS:
             return
+        nbytes = 0
         for link, payload in arrived:
-            for message in self._take_messages(link, payload):
-                if type(message) in _GREETINGS:
-                    guarded(partial(self._lose, link), self._greet, link, message)
-            if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
+            nbytes += len(payload)
+            message = self._take_message(link, payload)
+            if type(message) in _GREETINGS:
+                guarded(partial(self._lose, link), self._greet, link, message)
+            is_full = len(self._events) >= MAX_QUEUED_EVENTS or nbytes >= MAX_TAKEN_BYTES
+            if is_full or self.clock() > self._late_at:
                 break
 
     def _take_orders(self) -> None:
@@ -339,35 +348,38 @@ class Driver:
             self.links.name_consumer(link, f"{greeting.geometry.engine_id} rank {rank}")
             self.links.note_mapping(link, may_map=self._is_cuda_exported)
 
-    def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
-        """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
+    def _take_message(self, link: Link, payload: bytes) -> m.Message | None:
+        """Queue a peer's message for the sessions, the first one if they are a batch. Returns it, None if it ended the
+        link.
+        """
         try:
-            return self._queue_messages(link, payload)
+            return self._queue_message(link, payload)
         except KVConnectorError as error:
             self.links.lose(link, error)
         except Exception as error:
             self._lose(link, error)
-        return ()
+        return None
 
-    def _queue_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
-        messages = decode_batch(payload)
-        events = [ev.event_of(link, message) for message in messages]
+    def _queue_message(self, link: Link, payload: bytes) -> m.Message | None:
+        first, *others = split_batch(payload)
+        self.links.put_back(link, others)
+        message = decode(first)
+        event = ev.event_of(link, message)
         if self.producer is not None and link.number < 0:
             self.producer.keep_alive(link, self.clock())
-        for message, event in zip(messages, events, strict=True):
-            if isinstance(message, m.Heartbeat):
-                # it could not map our pools, chose not to, or has unmapped them; or it has mapped them by now
-                if not message.maps_pools:
-                    self.links.note_mapping(link, may_map=False)
-                elif self._is_cuda_exported:
-                    self.links.note_mapping(link, may_map=True)
-            if event is not None:
-                self._events.append(event)
-            elif isinstance(message, m.Bye):
-                left = PeerLostError(f"the peer said goodbye: {message.text}")
-                self.links.lose(link, left, has_left=True)
-                return ()
-        return messages
+        if isinstance(message, m.Heartbeat):
+            # it could not map our pools, chose not to, or has unmapped them; or it has mapped them by now
+            if not message.maps_pools:
+                self.links.note_mapping(link, may_map=False)
+            elif self._is_cuda_exported:
+                self.links.note_mapping(link, may_map=True)
+        if event is not None:
+            self._events.append(event)
+        elif isinstance(message, m.Bye):
+            left = PeerLostError(f"the peer said goodbye: {message.text}")
+            self.links.lose(link, left, has_left=True)
+            return None
+        return message
 
     def _handle(self, event: object, now: float) -> None:
         """Hand an event to the sessions that it is for."""

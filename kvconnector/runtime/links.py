@@ -11,30 +11,34 @@ Four things end a link: the control channel reports it, a message cannot be sent
 the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until the
 session closes it. One that the peer opened is forgotten, and the peer is notified, since only the side that connected
 can close a control connection.
+
+Peers take turns. What came on a link waits there, and whoever polls gets one message of each link that has some, again
+and again, however many one peer has sent: so a message waits for one of every other peer, and not for a queue. A long
+message waits for several turns, in proportion to its bytes. Of one peer at most `MAX_WAITING_BYTES` wait; one that
+sends more, faster than its turns come, loses its link.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
 from msgspec import structs
 
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import (
-    ControlEvent,
     Disconnected,
     MessageTooLargeError,
     PeerHandle,
-    Received,
 )
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.control.zmq import ControlChannel
-from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.errors import KVConnectorError, PeerLostError, RemoteProtocolError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
@@ -44,12 +48,14 @@ from kvconnector.transport.tagged_messages import (
     ControlFailed,
     ControlMessage,
 )
-from kvconnector.transport.tagged_messages import ControlEvent as TransportEvent
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+Arrival: TypeAlias = bytes | ControlMessage | ControlFailed | Disconnected
+"""What waits on a link: a message of the control channel or of the transport, or an end, after all messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +67,9 @@ class Connection:
 
     Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
     `endpoint`, 0 if there is none, once `sealer` signs them.
+
+    What has `arrived` and nobody took has `waiting_bytes`, see `cost_bytes`. `credit_bytes` are those of the turns that
+    its first message has waited for.
     """
 
     handle: PeerHandle
@@ -75,12 +84,22 @@ class Connection:
     opener: Opener | None = None
     sealer: Sealer | None = None
     endpoint: int = 0
+    arrived: deque[Arrival] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    credit_bytes: int = 0
 
 
 MAX_CLOSED_INBOXES = 4096
 """Number of closed inboxes that are remembered, so that messages in flight to one cause no warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
+MESSAGE_BYTES = 512
+"""Bytes that a waiting message counts besides its own."""
+TURN_BYTES = 64 << 10
+"""Bytes of a link's messages for each of its turns. No message that peers send often is longer."""
+MAX_WAITING_BYTES = 64 << 20
+"""Most bytes of one link's messages that wait for their turns, or four messages of the greatest length if those are
+more. That is as much as may be under way to a peer over UCX, and 100,000 short messages."""
 MAX_LOOKS_BEFORE_LOSS = 16
 """How often the last messages of a lost peer are looked for over UCX, `MAX_CONTROL_PER_CALL` each time, while there
 is no end of messages. Everyone who reaches its port may send some, and all that the control channel has waits."""
@@ -88,6 +107,13 @@ _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
 """Messages that may refuse something, which is logged."""
 RECLAIMED_SINCE = 4
 """The wire version in which a refusal can say that an offer was taken back."""
+
+
+def cost_bytes(arrival: Arrival) -> int:
+    """Return the bytes that something counts while it waits."""
+    if isinstance(arrival, bytes):
+        return MESSAGE_BYTES + len(arrival)
+    return MESSAGE_BYTES + (len(arrival.payload) if isinstance(arrival, ControlMessage) else 0)
 
 
 class Links:
@@ -115,17 +141,16 @@ class Links:
         self._limits: dict[int, int] = {}
         """The longest frame that each inbox takes, by tag."""
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
-        self._gone: set[PeerHandle] = set()
-        """Connections that were closed, of which `_arrived` may have events."""
+        self._max_waiting_bytes = max(MAX_WAITING_BYTES, 4 * config.max_message_bytes)
         self._incoming = count(1)
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
-        self._over_transport: deque[TransportEvent] = deque()
-        """What came over the transport and the last caller of `poll` did not take."""
-        self._arrived: deque[ControlEvent] = deque()
-        """What came and the last caller of `poll` did not take."""
+        self._waiting: deque[Link] = deque()
+        """Links on which something has arrived, each once, in the order of their turns; some may be closed by now."""
+        self._ended: list[Disconnected] = []
+        """Ends of connections whose last messages over the transport are still looked for."""
         self._num_looks = 0
-        """How often the last messages of the first peer that was lost have been looked for."""
+        """How often these have been looked for."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
@@ -156,7 +181,7 @@ class Links:
     @property
     def has_arrived(self) -> bool:
         """Returns True if messages came that the last caller of `poll` did not take."""
-        return bool(self._arrived or self._over_transport)
+        return bool(self._waiting or self._ended)
 
     def limit_messages(self, link: Link, max_message_bytes: int) -> None:
         """Record the longest message that the peer takes."""
@@ -189,7 +214,6 @@ class Links:
         connection = self._forget(link)
         if connection is not None:
             self.control.disconnect(connection.handle)
-            self._gone.add(connection.handle)
 
     def _forget(self, link: Link) -> Connection | None:
         connection = self._connections.pop(link, None)
@@ -361,72 +385,143 @@ class Links:
             self.lose(link, error)
 
     def poll(self) -> Iterator[tuple[Link, bytes]]:
-        """Yield messages, those of each link in their order, and end the links whose peers have left. What a caller
-        does not take stays for the next call.
+        """Yield messages, the links in turns and those of each link in their order, and end the links whose peers have
+        left. What a caller does not take stays for the next call.
         """
-        yield from self.poll_transport()
-        if not self._arrived:
-            self._gone.clear()
-            self._arrived += self.control.poll(0.0)
-        while self._arrived:
-            if isinstance(self._arrived[0], Disconnected):
-                # what the peer had sent over the transport counts before its loss
-                num_taken = yield from self.poll_transport(progress=True)
-                self._num_looks += 1
-                if num_taken >= MAX_CONTROL_PER_CALL and self._num_looks < MAX_LOOKS_BEFORE_LOSS:
-                    return  # there may be more
-                self._num_looks = 0
-            arrival = self._arrived.popleft()
-            if arrival.handle in self._gone:
-                continue  # it came before we closed the connection
-            link = self._by_handle.get(arrival.handle)
-            if isinstance(arrival, Received):
-                if link is None:
-                    link = Link(-next(self._incoming))
-                    self._connected(link, arrival.handle, version_of(arrival.payload))
-                if not self._connections[link].is_lost:
-                    yield link, arrival.payload
-            elif link is not None:
+        self._take_transport()
+        self._take_control()
+        if self._ended:
+            self._take_ends()
+        yield from self._turns()
+
+    def poll_transport(self) -> Iterator[tuple[Link, bytes]]:
+        """Yield what `poll` does, without a look at the control channel."""
+        self._take_transport()
+        yield from self._turns()
+
+    def put_back(self, link: Link, messages: Sequence[bytes]) -> None:
+        """Let all messages of a batch but the first wait for turns of their own, before what came after them."""
+        connection = self._connections.get(link)
+        if connection is None or not messages:
+            return
+        if not connection.arrived:
+            self._waiting.append(link)
+        connection.arrived.extendleft(reversed(messages))
+        connection.waiting_bytes += sum(map(cost_bytes, messages))
+
+    def _turns(self) -> Iterator[tuple[Link, bytes]]:
+        """Yield one message of each link that has some, as often as there are any."""
+        while self._waiting:
+            link = self._waiting.popleft()
+            connection = self._connections.get(link)
+            if connection is None or not connection.arrived:
+                continue
+            cost = cost_bytes(connection.arrived[0])
+            connection.credit_bytes += TURN_BYTES
+            if connection.credit_bytes < cost and self._waiting:
+                self._waiting.append(link)
+                continue
+            connection.credit_bytes = 0
+            connection.waiting_bytes -= cost
+            arrival = connection.arrived.popleft()
+            if connection.arrived:
+                self._waiting.append(link)
+            if not connection.is_lost and (payload := self._message_of(link, arrival)) is not None:
+                yield link, payload
+            elif isinstance(arrival, Disconnected):
                 self._on_disconnect(link, arrival)
+
+    def _message_of(self, link: Link, arrival: Arrival) -> bytes | None:
+        """Return the message that has arrived; None if it is none, or no peer's. A failed endpoint ends the link."""
+        if isinstance(arrival, ControlMessage):
+            return self._open(link, arrival)
+        if isinstance(arrival, ControlFailed):
+            self.lose(link, arrival.error)
+        return arrival if isinstance(arrival, bytes) else None
+
+    def _keep(self, link: Link, arrival: Arrival) -> None:
+        """Let something wait on its link. Too much of it ends the link."""
+        connection = self._connections[link]
+        if connection.is_lost and not isinstance(arrival, Disconnected):
+            return
+        if not connection.arrived:
+            self._waiting.append(link)
+        connection.arrived.append(arrival)
+        connection.waiting_bytes += cost_bytes(arrival)
+        if connection.waiting_bytes > self._max_waiting_bytes and not connection.is_lost:
+            flood = RemoteProtocolError(
+                "the peer sends messages faster than its turns come",
+                waiting_bytes=connection.waiting_bytes,
+                max_waiting_bytes=self._max_waiting_bytes,
+            )
+            connection.arrived.clear()
+            connection.waiting_bytes = 0
+            self.lose(link, flood)
+
+    def _take_control(self) -> None:
+        """Let what came over the control channel wait on its links. A message of an unknown connection opens one."""
+        closed: set[PeerHandle] = set()
+        for event in self.control.poll(0.0):
+            if event.handle in closed:
+                continue  # it came before we closed the connection
+            if isinstance(event, Disconnected):
+                self._ended.append(event)
+                continue
+            link = self._by_handle.get(event.handle)
+            if link is None:
+                link = Link(-next(self._incoming))
+                self._connected(link, event.handle, version_of(event.payload))
+            self._keep(link, event.payload)
+            if link not in self._connections:
+                closed.add(event.handle)
+
+    def _take_ends(self) -> None:
+        """Look for what lost peers had sent over the transport, which counts before their loss, and let the ends wait
+        behind it.
+        """
+        self._num_looks += 1
+        is_all = self._take_transport(progress=True) < MAX_CONTROL_PER_CALL
+        if not is_all and self._num_looks < MAX_LOOKS_BEFORE_LOSS:
+            return
+        self._num_looks = 0
+        ended, self._ended = self._ended, []
+        for event in ended:
+            if (link := self._by_handle.get(event.handle)) is not None:
+                self._keep(link, event)
 
     def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
         connection = self._forget(link)
         if connection is not None and not connection.is_lost:
             self._report(ev.LinkLost(link, arrival.error))
 
-    def poll_transport(self, *, progress: bool = False) -> Generator[tuple[Link, bytes], None, int]:
-        """Yield the messages that came over the transport, and at last return the number that this call took from it.
-        `progress`: see `UcxTransport.receive_control`.
+    def _take_transport(self, *, progress: bool = False) -> int:
+        """Let what came over the transport wait on its links. Returns its number. `progress`: see
+        `UcxTransport.receive_control`.
         """
-        arrived = self._over_transport
         taken = self._transport.receive_control(self._limits, progress=progress)
-        arrived += taken
-        while arrived:
-            event = arrived.popleft()
-            if isinstance(event, ControlMessage):
-                opened = self._open(event)
-                if opened is not None:
-                    yield opened
-            elif isinstance(event, ControlFailed):
-                self._lose_endpoint(event)
+        for event in taken:
+            if isinstance(event, ControlFailed):
+                self._keep_failed(event)
+            elif isinstance(event, ControlMessage):
+                if (link := self._by_tag.get(event.tag)) is not None:
+                    self._keep(link, event)
             elif event.tag not in self._closed:
                 reason = "too long" if event.tag in self._by_tag else "unknown link"
                 self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
         return len(taken)
 
-    def _lose_endpoint(self, failed: ControlFailed) -> None:
+    def _keep_failed(self, failed: ControlFailed) -> None:
         for link, connection in list(self._connections.items()):
             if connection.endpoint == failed.endpoint:
-                self.lose(link, failed.error)
+                self._keep(link, failed)
 
-    def _open(self, message: ControlMessage) -> tuple[Link, bytes] | None:
-        """Return a message's link and payload; None if the link ended before, or the message is no peer's."""
-        link = self._by_tag.get(message.tag)
-        connection = None if link is None else self._connections.get(link)
-        if link is None or connection is None or connection.is_lost or connection.opener is None:
+    def _open(self, link: Link, message: ControlMessage) -> bytes | None:
+        """Return a message's payload; None if its inbox was closed since, or the message is no peer's."""
+        connection = self._connections[link]
+        if connection.tag != message.tag or connection.opener is None:
             return None
         try:
-            return link, connection.opener.open(message.payload)
+            return connection.opener.open(message.payload)
         except ForgedMessageError as error:
             self.refusals.note("a message over UCX", "forged", str(error))
         except PeerLostError as error:

@@ -6,7 +6,16 @@ from kvconnector.wire.codec import (
     encode,
     encode_batch,
     refusal_error,
+    split_batch,
     version_of,
 )
 
-__all__ = ["decode", "decode_batch", "encode", "encode_batch", "refusal_error", "version_of"]
+__all__ = [
+    "decode",
+    "decode_batch",
+    "encode",
+    "encode_batch",
+    "refusal_error",
+    "split_batch",
+    "version_of",
+]

@@ -81,19 +81,32 @@ def version_of(payload: bytes) -> int:
     return found if found in versions.SPOKEN else versions.SPOKEN.oldest
 
 
+def split_batch(payload: bytes) -> tuple[bytes, ...]:
+    """Return the encoded messages of the batch in `payload`, or that itself if it holds another message.
+
+    Raises:
+        IncompatiblePeerError, RemoteProtocolError: it is a batch that `decode` does not take, or that holds a batch.
+    """
+    if not _is_batch(payload):
+        return (payload,)
+    batch = decode(payload)
+    assert isinstance(batch, m.Batch)  # by its kind
+    if any(map(_is_batch, batch.messages)):
+        raise RemoteProtocolError("a batch of messages holds another batch")
+    return batch.messages
+
+
+def _is_batch(payload: bytes) -> bool:
+    return len(payload) >= _ENVELOPE.size and _ENVELOPE.unpack_from(payload)[2] == _KIND_OF[m.Batch]
+
+
 def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
     """Return the message in `payload`, or those of the batch in it.
 
     Raises:
         IncompatiblePeerError, RemoteProtocolError: see `decode`, of any of them; or a batch holds a batch.
     """
-    message = decode(payload)
-    if not isinstance(message, m.Batch):
-        return (message,)
-    messages = tuple(decode(each) for each in message.messages)
-    if any(isinstance(each, m.Batch) for each in messages):
-        raise RemoteProtocolError("a batch of messages holds another batch")
-    return messages
+    return tuple(map(decode, split_batch(payload)))
 
 
 def decode(payload: bytes) -> m.Message:

@@ -540,3 +540,47 @@ def test_messages_beyond_a_turn_come_in_the_next_polls_without_a_wait():
                 if len(payloads) == 10:
                     break
             assert payloads == [bytes([number]) for number in range(10)]
+
+
+def test_little_is_read_ahead_from_a_peer_while_nobody_polls():
+    """What comes is kept in memory, so a peer that sends much keeps it itself, and loses the connection."""
+    limits = small_limits(max_queued_messages=1000, max_messages_per_turn=16, linger_s=0.0)
+    with closing(open_channel(OURS, limits)) as near, closing(open_channel(OURS, limits)) as far:
+        recorder = Recorder(near, far)
+        handle, _ = recorder.link(near, far)
+        num_sent = 0
+
+        def send():
+            nonlocal num_sent
+            near.send(handle, bytes(limits.max_message_bytes))
+            num_sent += 1
+            near.poll(1e-4)
+
+        with pytest.raises(PeerLostError, match="queue to it is full"):
+            waiting.until(lambda: False, send)
+        # the sender's own queue, and about 25 MB in the kernel
+        assert num_sent < limits.max_queued_messages + 400 + limits.max_messages_per_turn
+
+
+def test_a_peer_that_sends_all_the_time_does_not_keep_another_waiting():
+    limits = small_limits(max_messages_per_turn=16)
+    with (
+        closing(open_channel(OURS, limits)) as flooder,
+        closing(open_channel(OURS, limits)) as quiet,
+        closing(open_channel(OURS, limits)) as far,
+    ):
+        recorder = Recorder(flooder, quiet, far)
+        flooding, _ = recorder.link(flooder, far)
+        handle, _ = recorder.link(quiet, far)
+        for _ in range(500):
+            flooder.send(flooding, b"flood")
+        quiet.send(handle, b"mine")
+        received = []
+
+        def step():
+            found = [event.payload for event in far.poll(STEP_S)]
+            received.extend(found)
+            for _ in found:  # what it sends never ends
+                flooder.send(flooding, b"flood")
+
+        waiting.until(lambda: b"mine" in received, step)

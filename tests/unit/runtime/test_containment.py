@@ -106,16 +106,16 @@ def test_an_exception_in_the_check_of_an_order_refuses_that_order(
     assert "request bad was ended" in caplog.text
 
 
-STEPS = ("_greet", "decode_batch", "event_of", "keep_alive", "note_mapping")
+STEPS = ("_greet", "decode", "event_of", "keep_alive", "note_mapping", "put_back", "split_batch")
 """What a driver does with a peer's message before a session has it."""
 
 
 def test_every_step_with_a_peers_message_raises_in_these_tests():
-    assert guarded_calls(inspect.getsource(driver_module)) == ["self._queue_messages"]
-    source = textwrap.dedent(inspect.getsource(driver_module.Driver._queue_messages))
+    assert guarded_calls(inspect.getsource(driver_module)) == ["self._queue_message"]
+    source = textwrap.dedent(inspect.getsource(driver_module.Driver._queue_message))
     calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     called = {ast.unparse(each).rpartition(".")[2] for each in calls}
-    harmless = {"PeerLostError", "append", "clock", "isinstance", "lose", "zip"}
+    harmless = {"PeerLostError", "append", "clock", "isinstance", "lose"}
     assert sorted(called - harmless | {"_greet"}) == [*STEPS]
 
 
@@ -131,11 +131,13 @@ def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, depl
     worker = p.workers[0]
     driver = worker.driver
     owner = {
-        "decode_batch": driver_module,
+        "split_batch": driver_module,
+        "decode": driver_module,
         "event_of": ev,
         "_greet": driver,
         "keep_alive": driver.producer,
         "note_mapping": driver.links,
+        "put_back": driver.links,
     }[step]
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(owner, step, fail)

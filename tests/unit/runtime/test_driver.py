@@ -12,8 +12,14 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.driver import MAX_QUEUED_EVENTS
 from kvconnector.session import events as ev
-from kvconnector.session.link import FromPeer, Link
-from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
+from kvconnector.session.link import FromPeer
+from kvconnector.session.orders import (
+    HoldRequest,
+    LoadRequest,
+    StepMetadata,
+    WantRequest,
+    WithdrawRequest,
+)
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeClock, FakeEngine, attention_model
@@ -150,7 +156,18 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         assert len(driver.consumer._loads) == 1000
 
 
-def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch):
+BEATS = encode_batch([encode(m.Heartbeat(transfers=(), number=1))] * m.MAX_BATCH_MESSAGES)
+
+
+def flood(world, worker, *, polls):
+    """Let a peer send the longest batches, one for each of `polls` of the worker's control channel."""
+    flooder = world.hub.open()
+    handle = flooder.connect(worker.control.address)
+    for _ in range(polls):
+        flooder.send(handle, BEATS)
+
+
+def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods():
     with closing(World()) as world:
         producer = world.start(FakeEngine("p", MODEL), role="producer")
         (worker,) = producer.workers
@@ -158,18 +175,51 @@ def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch)
         producer.grant("r", [[1, 2]], 8)
         driver.turn(0.0)
         driver.clock = Slow(driver.clock())
-        link = Link(-9)
-        beats = encode_batch([encode(m.Heartbeat(transfers=()))] * 100)
-        monkeypatch.setattr(driver.links, "poll", lambda: [(link, beats)])
+        flood(world, worker, polls=700)
         most = 0
         for _ in range(100):
             driver.turn(0.0)
             most = max(most, driver.num_queued)
-        assert MAX_QUEUED_EVENTS <= most < MAX_QUEUED_EVENTS + 200
+        assert most <= MAX_QUEUED_EVENTS + 2  # and a tick
+        assert driver.links.has_arrived
         driver.clock.advance(LeaseConfig().duration_s)
         for _ in range(500):
             driver.turn(0.0)
+        assert driver.links.has_arrived
         assert worker.poll().finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("what", ["order", "peer"])
+def test_a_flooding_peer_delays_others_by_a_bounded_number_of_its_messages(monkeypatch, what):
+    with closing(World()) as world:
+        (worker,) = world.start(FakeEngine("p", MODEL), role="producer").workers
+        driver, handled = worker.driver, []
+        monkeypatch.setattr(driver.producer, "handle", lambda event, now: handled.append(event))
+        flood(world, worker, polls=50)
+        for _ in range(5):
+            driver.turn(0.0)
+        before = len(handled)
+        if what == "order":
+            driver.put([WithdrawRequest("mine")])
+        else:
+            quiet = world.hub.open()
+            mine = m.Heartbeat(transfers=(), number=2)
+            quiet.send(quiet.connect(worker.control.address), encode(mine))
+
+        def is_mine(event):
+            return (
+                isinstance(event, WithdrawRequest)
+                if what == "order"
+                else isinstance(event, FromPeer) and event.message.number == 2
+            )
+
+        for _ in range(50 * m.MAX_BATCH_MESSAGES):
+            if any(map(is_mine, handled[before:])):
+                break
+            driver.turn(0.0)
+        # what was queued already, and what one turn takes at most
+        assert [*map(is_mine, handled[before:])].index(True) <= 256
+        assert driver.links.has_arrived  # the flood goes on
 
 
 @pytest.mark.parametrize("is_inline", [True, False])

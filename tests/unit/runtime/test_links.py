@@ -1,13 +1,24 @@
 """Two workers' `Links` over networks in memory: when they switch to the transport, how they end, what they reject."""
 
 import logging
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnector.config import ControlConfig
-from kvconnector.control.base import MessageTooLargeError
-from kvconnector.errors import PeerLostError
-from kvconnector.runtime.links import MAX_BATCH_BYTES, MAX_LOOKS_BEFORE_LOSS, Links
+from kvconnector.control.base import MessageTooLargeError, Received
+from kvconnector.errors import PeerLostError, RemoteProtocolError
+from kvconnector.runtime import links as links_module
+from kvconnector.runtime.links import (
+    MAX_BATCH_BYTES,
+    MAX_LOOKS_BEFORE_LOSS,
+    MESSAGE_BYTES,
+    TURN_BYTES,
+    Links,
+)
 from kvconnector.session.link import Link
 from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
@@ -55,7 +66,8 @@ class Pair:
     """A consumer that has greeted a producer."""
 
     def __init__(self, consumer=None, producer=None):
-        hub, self.network = ControlHub(seed=0), LoopbackNetwork(seed=0)
+        self.hub = hub = ControlHub(seed=0)
+        self.network = LoopbackNetwork(seed=0)
         self.d = Side(self.network, hub, **(consumer or {}))
         self.p = Side(self.network, hub, **(producer or {}))
         self.attacker = self.network.transport()
@@ -344,3 +356,116 @@ def test_an_offer_that_was_taken_back_has_expired_for_an_older_peer(version, ref
     made.p.links.flush()
     found = [each.refusal for batch in made.d.poll() for each in decode_batch(batch)]
     assert found == [refusal, refusal, m.Refusal.ABORTED]
+
+
+class Crowded:
+    """The producer of many peers. `arrive` makes `(peer, payload)` what its next look at the control channel finds."""
+
+    def __init__(self, max_message_bytes=1 << 20):
+        self._next, self.lost, self.said = [], [], []
+        control = SimpleNamespace(
+            poll=self._poll,
+            peer_of=lambda handle: f"peer {handle}",
+            send=lambda handle, payload: self.said.append((handle, decode(payload))),
+            disconnect=lambda handle: None,
+        )
+        config = ControlConfig(max_message_bytes=max_message_bytes)
+        transport = LoopbackNetwork(seed=0).transport()
+        self.links = Links(control, transport, config, report=self.lost.append)
+
+    def arrive(self, *messages):
+        self._next += [Received(handle, payload) for handle, payload in messages]
+
+    def _poll(self, timeout_s):
+        found, self._next = self._next, []
+        return found
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(1, 4), st.integers(1, 50), st.sampled_from([1, 1000, TURN_BYTES, 200_000])
+    ),
+    max_size=6,
+)
+
+
+@given(looks=st.lists(st.tuples(ARRIVALS, st.integers(0, 100)), min_size=1, max_size=6))
+def test_peers_take_turns_however_much_each_has_sent(looks):
+    """A message waits for as many of each other peer as its bytes have turns, and none is lost or overtaken."""
+    side = Crowded(max_message_bytes=1 << 28)
+    waiting, since = defaultdict(list), defaultdict(lambda: defaultdict(int))
+    for arrivals, num_taken in [*looks, ([], 1 << 30)]:
+        for peer, times, nbytes in arrivals:
+            if not waiting[peer]:
+                since[peer].clear()
+            waiting[peer] += [nbytes] * times
+            side.arrive(*[(peer, peer.to_bytes() * nbytes)] * times)
+        for _, (_, payload) in zip(range(num_taken), side.links.poll(), strict=False):
+            served = payload[0]
+            assert waiting[served].pop(0) == len(payload)
+            since[served].clear()
+            for peer, sizes in waiting.items():
+                if peer != served and sizes:
+                    since[peer][served] += 1
+                    turns = -(-(MESSAGE_BYTES + sizes[0]) // TURN_BYTES)
+                    assert since[peer][served] <= turns
+    assert not any(waiting.values())
+    assert not side.links.has_arrived
+
+
+def test_a_long_message_waits_for_several_turns_while_others_have_short_ones():
+    side, long = Crowded(max_message_bytes=1 << 28), bytes(10 * TURN_BYTES)
+    side.arrive((1, long), *[(2, b"short")] * 50)
+    found = [payload for _, payload in side.links.poll()]
+    assert found.index(long) == 10
+    side.arrive((1, long))
+    assert [payload for _, payload in side.links.poll()] == [long]  # nobody else waits
+
+
+def test_peers_take_turns_over_the_transport(over_ucx):
+    pair, other = over_ucx, Side(over_ucx.network, over_ucx.hub)
+    other.links.open(Link(1), pair.p.control.address, "", SPOKEN.newest)
+    inbox = other.links.open_inbox(other.link)
+    other.send("hello")
+    pair.p.poll()
+    *_, link = pair.p.links
+    pair.p.links.set_peer_inbox(link, inbox)
+    endpoint = pair.p.transport.connect(other.transport.address)
+    other.links.set_peer_inbox(other.link, pair.p.links.answer_inbox(link, endpoint))
+    other.links.use_endpoint(other.link, other.transport.connect(pair.p.transport.address))
+    for number in range(MAX_CONTROL_PER_CALL - 1):
+        pair.d.send(str(number))
+    other.send("quiet")
+    pair.p.transport.progress()
+    found = texts([payload for _, payload in pair.p.links.poll_transport()])
+    assert found.index("quiet") <= 1
+    assert [each for each in found if each != "quiet"] == [
+        str(number) for number in range(MAX_CONTROL_PER_CALL - 1)
+    ]
+
+
+def test_a_peer_that_sends_faster_than_its_turns_come_loses_its_link_alone(monkeypatch, caplog):
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
+    side = Crowded(max_message_bytes=4096)
+    side.arrive((1, b"first"), (2, b"first"))
+    assert len([*side.links.poll()]) == 2
+    flooder, quiet = side.links
+    short = encode(m.HeartbeatReply(number=1))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            side.arrive(*[(1, short)] * 100, (2, short))
+            next(side.links.poll())
+            if side.lost:
+                break
+    (lost,) = side.lost
+    assert lost.link is flooder
+    assert isinstance(lost.error, RemoteProtocolError)
+    assert lost.error.context["max_waiting_bytes"] == 100_000
+    assert "faster than its turns come" in caplog.text
+    assert side.links.refusals.counts == {"RemoteProtocolError": 1}
+    ((handle, goodbye),) = side.said
+    assert handle == 1
+    assert "faster than its turns come" in goodbye.text
+    # neither its messages that waited, nor a new link for those behind them in the same look
+    assert {link for link, _ in side.links.poll()} == {quiet}
+    assert [*side.links] == [quiet]
