@@ -112,13 +112,13 @@ class Engine:
     def half(self):
         return self.connector._scheduler
 
-    def add(self, *features, params=None, tokens=None):
+    def add(self, *features, params=None, tokens=None, max_tokens=1):
         """Queue a request whose prompt begins with these images. Returns its id."""
         self._count += 1
         request_id = f"{self._count}"
         stop = max(each.mm_position.offset + each.mm_position.length for each in features)
         sampling = SamplingParams(
-            max_tokens=1,
+            max_tokens=max_tokens,
             ignore_eos=True,
             extra_args={"ec_transfer_params": params} if params is not None else None,
         )

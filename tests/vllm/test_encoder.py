@@ -1,10 +1,13 @@
 """Encoders' outputs move between engines, by vLLM's own scheduler and the calls of its runner."""
 
+import itertools
 import logging
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip(
     "vllm.distributed.ec_transfer.ec_connector.encoder_output_width",
@@ -18,6 +21,7 @@ from kvconnector.integrations.vllm.encoder.options import EncoderOptions
 from kvconnector.integrations.vllm.encoder.scheduler import Copy, EncoderStep
 from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
 from tests.vllm.harness.encoder import HIDDEN, make_image_model
+from tests.vllm.test_client_params import junk, values
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
@@ -145,6 +149,88 @@ def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
 
 
 @pytest.mark.parametrize(
+    "reason",
+    ["no room in time", "larger than the pool", "another length", "no image of the prompt"],
+)
+def test_an_offer_that_is_not_asked_for_is_declined(engine, reason):
+    """Whatever kept it from being read: its producer does not hold the output until the lease ends."""
+    producer = engine("producer")
+    block_bytes = 16 * HIDDEN * 4
+    sizes = {"no room in time": 2 * block_bytes, "larger than the pool": block_bytes}
+    consumer = engine("consumer", ec_cpu_bytes=sizes.get(reason, 1 << 20), wait_s=0.2)
+    images = [feature("a")]
+    params = offered(producer, *images)
+    if reason == "no room in time":
+        assert consumer.half._outputs.add("another", 2, (32, HIDDEN))
+    elif reason == "another length":
+        params["a"]["shape"] = [31, HIDDEN]
+    elif reason == "no image of the prompt":
+        images = [feature("b")]
+    request = consumer.add(*images, params=params)
+    run([producer, consumer], lambda: request in consumer.params)
+    run([producer, consumer], lambda: not producer.half._offers)
+    assert (consumer.encodes, consumer.errors) == ([images[0].identifier], [])
+
+
+def test_a_sibling_that_leaves_takes_no_offer_from_the_one_that_reads_it(engine):
+    """Several completions of one prompt come with one offer."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = offered(producer, feature("a"))
+    first, second = (consumer.add(feature("a", has_media=False), params=params) for _ in range(2))
+    consumer.step()
+    assert consumer.half._fetches
+    consumer.abort(second)
+    run([producer, consumer], lambda: first in consumer.params)
+    assert consumer.errors == []
+    run([producer, consumer], lambda: not producer.half._offers)
+
+
+def test_an_output_gives_its_room_once_all_of_its_tokens_are_computed(engine):
+    """Also if that takes several steps, and its request then generates for long."""
+    producer = engine("producer")
+    consumer = engine("consumer", ec_cpu_bytes=2 * 16 * HIDDEN * 4)
+    params = offered(producer, feature("a"))
+    consumer.scheduler.max_num_scheduled_tokens = 16
+    request = consumer.add(feature("a"), params=params, max_tokens=900)
+    asked = consumer.scheduler.requests[request]
+    run([producer, consumer], lambda: asked.num_output_tokens > 1)
+    assert consumer.half._outputs.add("b", 2, (32, HIDDEN))
+
+
+@pytest.mark.parametrize("has_media", [True, False])
+def test_a_request_does_not_wait_for_an_output_that_has_left(engine, has_media):
+    """It is computed again after its output has made room for another one."""
+    producer = engine("producer")
+    consumer = engine("consumer", ec_cpu_bytes=2 * 16 * HIDDEN * 4)
+    params = offered(producer, feature("a"))
+    consumer.scheduler.max_num_scheduled_tokens = 32
+    request = consumer.add(feature("a", has_media=has_media), params=params, tokens=900)
+    asked = consumer.scheduler.requests[request]
+    run([producer, consumer], lambda: asked.num_computed_tokens > 64)
+    assert consumer.half._outputs.add("b", 2, (32, HIDDEN))
+    assert consumer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    consumer.scheduler.reset_encoder_cache()
+    consumer.cache.clear()
+    run([producer, consumer], lambda: request in consumer.params)
+    assert (consumer.encodes, consumer.errors) == ((["a"], []) if has_media else ([], [request]))
+
+
+def test_an_output_that_is_never_encoded_is_fetched_for_those_who_wait(engine):
+    """The request that would have encoded it is aborted, and the other one has no media."""
+    producer, both = engine("producer"), engine("both")
+    params = offered(producer, feature("a"))
+    first = both.add(feature("a"), max_tokens=50)
+    both.step(encodes=False)
+    # at another place: otherwise it would find these tokens in the prefix cache
+    second = both.add(feature("a", offset=16, has_media=False), params=params)
+    both.step(encodes=False)
+    assert second in both.half._outputs.get("a").uses
+    both.abort(first)
+    run([producer, both], lambda: second in both.params)
+    assert (both.encodes, both.errors) == ([], [])
+
+
+@pytest.mark.parametrize(
     "found",
     [
         None,
@@ -167,6 +253,41 @@ def test_whatever_a_client_writes_the_engine_goes_on(engine, found):
         run([consumer], lambda request=request: request in consumer.params)
     assert consumer.errors == []
     assert consumer.encodes
+
+
+KEYS = [
+    *("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port"),
+    *("remote_num_tokens", "do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", "shape"),
+    *("transfer_id", "transfer_secret", "remote_first_blocks", "metadata", "item_indices"),
+]
+
+
+@pytest.mark.parametrize("role", ["consumer", "both"])
+def test_of_a_changed_offer_an_output_comes_whole_or_not_at_all(engine, role):
+    """Whatever changes it on the way: its request is computed, and no other one notices."""
+    producer, reader = engine("producer"), engine(role, wait_s=0.2)
+    numbers = itertools.count()
+
+    @given(
+        left_out=st.lists(st.sampled_from(KEYS), max_size=2),
+        changed=st.dictionaries(st.sampled_from(KEYS), values, max_size=2),
+        others=st.dictionaries(st.text(max_size=3), junk, max_size=2),
+    )
+    def check(left_out, changed, others):
+        name = f"image {next(numbers)}"
+        offer = offered(producer, feature(name))[name]
+        offer = {key: offer[key] for key in offer.keys() - left_out} | changed
+        requests = [
+            reader.add(feature(name), params={**others, name: offer}),
+            reader.add(feature(f"another {name}")),
+        ]
+        run([producer, reader], lambda: reader.params.keys() >= {*requests})
+        assert reader.errors == []
+        assert torch.equal(reader.cache[name], encoded(name, 32, HIDDEN))
+        assert reader.half._wanted == {}
+
+    check()
+    run([producer, reader], lambda: not reader.half._fetches)
 
 
 def test_an_offer_s_name_says_whose_it_is_but_not_how_large(engine):

@@ -85,6 +85,9 @@ class EncoderConnector(ECConnectorBase):
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         self._scheduler.load(request, request.mm_features[index].identifier)
 
+    def update_state_after_free(self, request: Request, index: int) -> None:
+        self._scheduler.release(request, index)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EncoderStep:
         return self._scheduler.build_step(scheduler_output.total_num_scheduled_tokens)
 

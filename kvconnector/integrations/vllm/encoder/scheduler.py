@@ -49,6 +49,8 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 SHAPE = "shape"
+MAX_DECLINED = 4096
+"""Offers of one request that are declined, besides those of its images."""
 _UNWANTED = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"})
 
 
@@ -74,18 +76,31 @@ class EncoderStep(ECConnectorMetadata):
 
 @dataclass
 class _Want:
-    """An output that a request needs and another engine has. It is asked for once, or declined."""
+    """An output that a request needs and another engine has. It is asked for once, or declined. The request
+    `is_waiting` for it since `since`. Once it `is_given_up`, the encoder here makes it.
+    """
 
     since: float
     is_asked: bool = False
+    is_waiting: bool = True
+    is_given_up: bool = False
     failure: KVConnectorError | None = None
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A transfer of an output that a request has asked for, from this offer."""
+
+    request_id: str
+    identifier: str
+    offer: str
 
 
 class EncoderScheduler:
     """The scheduler half, and the worker that moves outputs. All methods are for the scheduler's thread.
 
-    An output is used by requests that wait for it, by the fetch that brings it, by offers of it, and by the step in
-    which vLLM's workers copy it; then it is only kept until others need the room.
+    An output is used by requests until its tokens are computed, by the fetch that brings it, by offers of it, and by
+    the step in which vLLM's workers copy it; then it is only kept until others need the room.
 
     Raises:
         ConfigError: an option is unknown or malformed, or the pool would hold nothing.
@@ -117,7 +132,7 @@ class EncoderScheduler:
         self._saves: dict[str, Copy] = {}
         self._loads: dict[str, Copy] = {}
         self._wanted: dict[tuple[str, str], _Want] = {}
-        self._fetches: dict[str, tuple[str, str]] = {}
+        self._fetches: dict[str, _Fetch] = {}
         self._offers: dict[str, Output] = {}
         self._leaving: deque[tuple[int, str, Output, object]] = deque()
         """Uses that end once all ranks have executed a step: its number, the output and the use."""
@@ -137,7 +152,7 @@ class EncoderScheduler:
         if self._role != "consumer":
             for feature in request.mm_features:
                 # what another engine has is fetched: while it waits for that, nothing would make it here
-                if self._role == "producer" or _announced(request, feature.identifier) is None:
+                if self._role == "producer" or self._offer_of(request, feature.identifier) is None:
                     self._expect(request.request_id, feature)
         if self._role == "producer":
             return True
@@ -161,7 +176,16 @@ class EncoderScheduler:
         copy = self._loads[identifier] = Copy(next(self._numbers), output.blocks, output.shape)
         output.uses.add(copy.number)
         self._leaving.append((self._step + 1, identifier, output, copy.number))
-        output.uses.discard(request.request_id)
+
+    def release(self, request: Request, index: int) -> None:
+        """Let an output of a request go, whose tokens are computed, unless a later place in its prompt has it, too."""
+        features = request.mm_features
+        identifier = features[index].identifier
+        output = self._outputs.get(identifier)
+        is_later = any(each.identifier == identifier for each in features[index + 1 :])
+        # what is still to be saved stays until the request is over: see `finish`
+        if output is not None and output.is_ready and not is_later:
+            output.uses.discard(request.request_id)
 
     def build_step(self, num_tokens: int) -> EncoderStep:
         """Return the orders for vLLM's workers of a step that computes `num_tokens`. Without any it may not reach
@@ -185,15 +209,13 @@ class EncoderScheduler:
             if is_wanted:
                 # what cannot be fetched needs the media: the metadata alone would take its place
                 items[identifier].update(self._offered(identifier) or {"metadata": {}})
-            want = self._wanted.pop((request.request_id, identifier), None)
-            if want is None or not want.is_asked:
-                self._decline(request, identifier)
             output = self._outputs.get(identifier)
             if output is not None and identifier in self._saves:
                 # a step that saves it may be on the way
                 self._leaving.append((self._last_sent, identifier, output, request.request_id))
             elif output is not None:
                 output.uses.discard(request.request_id)
+        self._decline_unread(request)
         self._pump()
         return items or None
 
@@ -216,24 +238,44 @@ class EncoderScheduler:
         """
         identifier, name = feature.identifier, (request.request_id, feature.identifier)
         output = self._outputs.get(identifier)
-        announced = _announced(request, identifier)
+        announced = self._offer_of(request, identifier)
+        want = self._wanted.get(name)
         if output is not None and output.is_ready:
             output.uses.add(request.request_id)
+            if want is not None:
+                want.is_waiting = False
             return True
         if announced is None:
             return True
-        want = self._wanted.setdefault(name, _Want(time.monotonic()))
+        if want is None:
+            want = self._wanted[name] = _Want(time.monotonic())
+        self._check_wait(identifier, output, want)
+        if output is None:
+            self._fetch(request, feature, announced, want)
+        else:
+            output.uses.add(request.request_id)
+        return False
+
+    def _check_wait(self, identifier: str, output: Output | None, want: _Want) -> None:
+        """Raises KVConnectorError: a request has waited for too long, or would wait for what does not come."""
         if want.failure is not None:
             raise want.failure
+        if output is None and want.is_asked:
+            raise RemoteError(
+                "an encoder's output has made room for others since it came", output=identifier
+            )
+        if not want.is_waiting:  # it was there, and the request is to be computed again
+            want.since, want.is_waiting = time.monotonic(), True
         if time.monotonic() - want.since > self._wait_s:
             raise TransferTimeoutError(
                 "an encoder's output did not come in time", output=identifier, wait_s=self._wait_s
             )
-        if output is None and not want.is_asked:
-            self._fetch(request, feature, announced, want)
-        elif output is not None:
-            output.uses.add(request.request_id)
-        return False
+
+    def _offer_of(self, request: Request, identifier: str) -> dict[str, Any] | None:
+        """Return the offer of an output that came with a request, which has not given it up."""
+        want = self._wanted.get((request.request_id, identifier))
+        is_given_up = want is not None and want.is_given_up
+        return None if is_given_up else _announced(request, identifier)
 
     def _fetch(
         self,
@@ -275,14 +317,27 @@ class EncoderScheduler:
             self._outputs.drop(identifier)
             raise
         output.uses |= {request.request_id, fetch}
-        self._fetches[fetch] = request.request_id, identifier
+        offer = str(announced["remote_request_id"])
+        self._fetches[fetch] = _Fetch(request.request_id, identifier, offer)
         self._pump()
 
-    def _decline(self, request: Request, identifier: str) -> None:
-        """Let a producer free an output that this request was offered and has not read."""
-        announced = _announced(request, identifier)
-        if announced is None or self._role == "producer":
+    def _decline_unread(self, request: Request) -> None:
+        """Let producers free what this request was offered and has not asked for, for whatever reason."""
+        params = request.ec_transfer_params
+        if self._role == "producer" or not isinstance(params, dict):
             return
+        # several completions of a prompt come with one offer, which another one of them may be reading
+        read = {fetch.offer for fetch in self._fetches.values()}
+        named = [feature.identifier for feature in request.mm_features]
+        for identifier in dict.fromkeys([*named, *itertools.islice(params, MAX_DECLINED)]):
+            want = self._wanted.pop((request.request_id, identifier), None)
+            announced = _announced(request, identifier)
+            if announced is None or (want is not None and want.is_asked):
+                continue
+            if str(announced["remote_request_id"]) not in read:
+                self._decline(request, announced)
+
+    def _decline(self, request: Request, announced: dict[str, Any]) -> None:
         declined = f"{request.request_id}-{next(self._numbers)}"
         try:
             self._connector.on_new_request(declined, announced)
@@ -304,9 +359,8 @@ class EncoderScheduler:
         text = "the encoder runs here" if has_input else "the request fails: it has no input"
         logger.warning("request %s: %s; %s", request.request_id, error, text)
         if has_input:
-            params = dict(request.ec_transfer_params)
-            del params[feature.identifier]
-            request.ec_transfer_params = params
+            want = self._wanted[request.request_id, feature.identifier]
+            want.is_given_up, want.is_waiting = True, False
         else:
             self.lost.add(request.request_id)
         return has_input
@@ -376,13 +430,19 @@ class EncoderScheduler:
         while self._leaving and self._leaving[0][0] <= executed:
             _, identifier, output, use = self._leaving.popleft()
             output.uses.discard(use)
-            if not output.is_ready and not output.uses and self._outputs.get(identifier) is output:
+            if not output.is_ready and self._is_left(output, identifier):
                 # its encoder has not run, and no step can save it any more
                 self._saves.pop(identifier, None)
                 self._outputs.drop(identifier)
 
+    def _is_left(self, output: Output, identifier: str) -> bool:
+        """Returns True if nothing uses an output but requests that wait for it."""
+        wants = [self._wanted.get((str(use), identifier)) for use in output.uses]
+        return all(want is not None and want.is_waiting for want in wants)
+
     def _fetched(self, fetch: str, reason: str | None) -> None:
-        request_id, identifier = self._fetches.pop(fetch)
+        ended = self._fetches.pop(fetch)
+        identifier = ended.identifier
         self._connector.finish(fetch)
         output = self._outputs.get(identifier)
         if output is None:
@@ -392,7 +452,7 @@ class EncoderScheduler:
             output.is_ready = True
             return
         self._outputs.drop(identifier)
-        want = self._wanted.get((request_id, identifier))
+        want = self._wanted.get((ended.request_id, identifier))
         if want is not None:
             want.failure = RemoteError(f"an encoder's output was not loaded: {reason}")
 
