@@ -25,8 +25,9 @@
  * wake-up costs at most `PARK_MS`.
  *
  * Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
- * work, so work that arrives meanwhile sets it again. The driver's thread returns at once with what it found itself, and
- * with what was reported after `offer_work_ns`, in which an engine's thread may take it.
+ * work, so work that arrives meanwhile sets it again. The driver's thread returns at once with what it found and with
+ * what was reported. Until it has the GIL, an engine's thread may still take it, and has it: nothing else is needed for
+ * work to be done by the thread that is there first.
  *
  * What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
  * never released stops every transfer of the worker for good; a `kvc_try_acquire` that releases the GIL lets an
@@ -83,34 +84,21 @@ void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run)
         await_release(state);
 }
 
-/* Returns true if the loop must return, with work that it found or that was reported. The driver's thread leaves what
- * was reported to others for a while: mostly the thread that reported it works on it. What it found may still be taken
- * by another thread while it waits for the GIL. */
-bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now)
+/* Returns true if the loop must return, with work that it found or that was reported. What the driver's thread found,
+ * another thread may take while that one waits for the GIL. */
+bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found)
 {
-    if (run->owner == KVC_INLINE)
-        return found || kvc_has_pending(state);
-    if (found) {
+    if (found && run->owner == KVC_DRIVER)
         kvc_store(&state->lock->pending, 1);
-        return true;
-    }
-    if (!kvc_has_pending(state)) {
-        state->pending_ns = 0;
-        return false;
-    }
-    if (!state->pending_ns)
-        state->pending_ns = now;
-    return now - state->pending_ns >= state->offer_work_ns;
+    return found || kvc_has_pending(state);
 }
 
-/* Acquire the lock if it is free at once or very soon. Returns true if it was acquired. `thread`: the native id of a
- * thread that makes progress inline, else 0. */
-bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t limit_ns, int64_t thread)
+/* Acquire the lock if it is free. Returns true if it was acquired. `thread`: the native id of a thread that makes
+ * progress inline, else 0. */
+bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t thread)
 {
-    int64_t until = kvc_now_ns(state) + limit_ns;
-    while (!kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner))
-        if (kvc_now_ns(state) >= until)
-            return false;
+    if (!kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner))
+        return false;
     kvc_store(&state->lock->inline_thread, (uint32_t)thread);
     return true;
 }

@@ -329,7 +329,6 @@ struct kvc_state {
     int (*copy_to_device)(uint64_t to, const void *from, size_t nbytes);
     int64_t spin_after_work_ns;    /* how long to spin after something moved, before sleeping */
     int64_t pause_between_passes_ns; /* while nothing moves, but copies are under way */
-    int64_t offer_work_ns;         /* how long pending work is left to other threads before the driver's returns */
     int (*begin)(void *argument);  /* called at the start of each run, if not null */
     void *begin_argument;
     /* C functions [C], the objects they take, and memory for what they return */
@@ -356,7 +355,6 @@ struct kvc_state {
     int64_t read_turn;     /* [P] the read whose turn it is */
     int64_t num_inline;    /* [C] how often progress was made inline */
     int64_t moved_ns;      /* when there was work last */
-    int64_t pending_ns;    /* [P] since when something is pending; 0 if nothing is */
     int64_t yield_gil_us;  /* [C] how long the driver's thread leaves GIL and lock to others after a shorter run */
     int64_t shared_gil_ns; /* [C] when it got the GIL after others could have it */
 };
@@ -432,7 +430,7 @@ void kvc_close_fence(kvc_flag *fence, uint32_t value);
 void kvc_lock_release(struct kvc_state *state, const struct kvc_run *run);
 void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run);
 void kvc_lock_forget_wakes(struct kvc_state *state);
-bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now);
+bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found);
 
 static inline bool kvc_has_pending(const struct kvc_state *state)
 {
@@ -478,7 +476,7 @@ KVC_API void kvc_map_slots(const int32_t *table, int64_t width, const int32_t *l
                            int64_t num_reqs, const int64_t *positions, int64_t num_positions, int64_t *slots,
                            int64_t num_slots, const struct kvc_token_share *share);
 
-KVC_API bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t limit_ns, int64_t thread);
+KVC_API bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t thread);
 KVC_API void kvc_wait_until_free(struct kvc_state *state);
 KVC_API void kvc_release_inline(struct kvc_state *state);
 KVC_API bool kvc_notify(struct kvc_state *state);

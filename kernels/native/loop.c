@@ -557,11 +557,10 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
         kvc_lock_forget_wakes(state);
 }
 
-/* Pause while something may end any moment, or while pending work is offered to other threads, which no sleep is short
- * enough for; else sleep. */
+/* Pause while something may end any moment, which no sleep is short enough for; else sleep. */
 static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
-    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state) || kvc_has_pending(state)) {
+    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state)) {
         pause_between(state, run, now);
         return;
     }
@@ -591,7 +590,7 @@ static int move(struct kvc_state *state, const struct kvc_run *run)
         int64_t now = kvc_now_ns(state);
         if (!reason && is_readable(run, NUM_OWN_FDS, 0))
             reason = KVC_READABLE;
-        if (kvc_must_return(state, run, reason, now))
+        if (kvc_must_return(state, run, reason))
             return reason ? reason : KVC_READABLE;
         int64_t left_ns = time_left(state, run, start, now);
         if (moved)
@@ -615,7 +614,7 @@ int64_t kvc_run_loop(struct kvc_state *state)
     bool is_driver = run->owner == KVC_DRIVER;
     int64_t entered_ns = kvc_now_ns(state);
     if (is_driver) {
-        state->return_by_ns = state->pending_ns = 0;
+        state->return_by_ns = 0;
         kvc_store(&state->lock->looping, 1);
     }
     if (state->begin)

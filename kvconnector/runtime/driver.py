@@ -9,7 +9,7 @@ a peer or the engine waits for it. Sessions are pure: they get events and the ti
 `executor`). The consequences of a call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
-`kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
+kernels/native/driver_lock.c) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
 `progress_inline`, while the former sleeps or waits for the GIL. Only this owner calls a driver's methods, except `put`,
 which appends orders to a deque, and `in_flight`, which copies what it reads because the owner may change it. Results
 leave by the outbox.

@@ -5,7 +5,7 @@ Theory of operation
 Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread leaves orders in the
 inbox (`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL:
 in `put`, in `progress_inline` (called by `poll`), in `wait` and in `await_withdrawal`. The thread that drives holds the
-driver lock; see `kvconnector_kernels.pump.driver_lock`.
+driver lock; see kernels/native/driver_lock.c.
 
 Ownership. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
 lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before
@@ -20,7 +20,8 @@ Inline progress. The engine's thread always releases the data path. A signal's h
 of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release it.
 
 Blocking. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is at
-work, and leaves what takes long. `wait`, `await_withdrawal` and `close` block by name, each within its limit. The
+work, and leaves what takes long. `wait`, `await_withdrawal`, `withdraw_pools`, `renew_pools` and `close` block by name,
+each within its limit, and give the GIL back meanwhile: the driver's thread may need it to be done. The
 driver's thread blocks in the data path alone.
 
 The end. After `close` the driver's thread says goodbye, waits until consumers have unmapped the caches, and releases
@@ -146,7 +147,7 @@ class DriverThread:
         self._driver.put(orders)
         if inline_s > 0.0 and not self._datapath.lock.is_handshaking:
             progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
-            if self._run_inline(pacing.POLL_LIMIT_S, progress):
+            if self._run_inline(progress):
                 return
         if not self._datapath.lock.notify():
             self.control.wake()
@@ -155,9 +156,7 @@ class DriverThread:
         """Do the work that the driver's thread would do if it had the GIL. Takes a microsecond if there is none."""
         if not self._datapath.lock.has_pending():
             return
-        self._run_inline(
-            pacing.POLL_LIMIT_S, partial(Driver.progress_inline, limit_s=pacing.WORK_S)
-        )
+        self._run_inline(partial(Driver.progress_inline, limit_s=pacing.WORK_S))
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox. Returns False if `timeout_s` passed before."""
@@ -166,7 +165,7 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
-            if not self._run_inline(pacing.WAIT_LIMIT_S, partial(self._drive, until_s)):
+            if not self._run_inline(partial(self._drive, until_s)):
                 self._outbox.wait(min(left_s, pacing.LOOK_AGAIN_S))
         return True
 
@@ -182,8 +181,8 @@ class DriverThread:
             if time.monotonic() >= until_s:
                 logger.debug("withdrawn prompts can be read for longer: %s", request_ids)
                 return
-            if not self._run_inline(pacing.WAIT_LIMIT_S, progress):
-                time.sleep(pacing.WAIT_LIMIT_S)
+            if not self._run_inline(progress):
+                time.sleep(pacing.LOOK_AGAIN_S)
 
     def withdraw_pools(self, timeout_s: float) -> None:
         """Let no consumer map the caches' memory any more if it may be replaced: only once they have unmapped it, it is
@@ -213,7 +212,7 @@ class DriverThread:
                     consumers=left or "not known: the driver is busy",
                     timeout_s=timeout_s,
                 )
-            if not self._run_inline(pacing.WAIT_LIMIT_S, look) or left:
+            if not self._run_inline(look) or left:
                 time.sleep(pacing.LOOK_AGAIN_S)
 
     def renew_pools(self) -> None:
@@ -222,10 +221,11 @@ class DriverThread:
             self._datapath.renew()
             return
         until_s = time.monotonic() + RENEW_TIMEOUT_S
-        while not self._run_inline(pacing.WAIT_LIMIT_S, Driver.renew_pools):
+        while not self._run_inline(Driver.renew_pools):
             if time.monotonic() >= until_s or self._is_stopping:
                 logger.warning("no consumer can read these pools directly: the driver is busy")
                 return
+            time.sleep(pacing.LOOK_AGAIN_S)
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """Return the loads that are being read."""
@@ -281,16 +281,14 @@ class DriverThread:
                 break
             driver.turn(left_s, stop_after_report=True)
 
-    def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
-        """Let the caller drive in place of the driver's thread. Returns False if that did not stop driving within
-        `limit_s`.
-        """
+    def _run_inline(self, drive: Callable[[Driver], None]) -> bool:
+        """Let the caller drive in place of the driver's thread. Returns False if that drives itself."""
         driver, lock = self._driver, self._datapath.lock
         if driver is None or self._is_stopping:
             return False
         try:
             try:
-                if not lock.try_acquire(limit_s):
+                if not lock.try_acquire():
                     return False
                 # no `try` in here: the handlers around it would not catch an interrupt just before that keyword
                 if self._context is None:

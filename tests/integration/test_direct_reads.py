@@ -91,7 +91,7 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
     params, expected = remote_offer(p, d), p.dense([9, 3], 30)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePools, "is_published", is_published)
-        patch.setattr(DriverLock, "try_acquire", lambda lock, limit_s: False)
+        patch.setattr(DriverLock, "try_acquire", lambda lock: False)
         d.load("w", params, [5, 6], 31)
         assert found.wait(DEADLINE_S)
         p.kill()

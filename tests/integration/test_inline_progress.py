@@ -54,16 +54,23 @@ def test_an_engine_that_never_releases_the_gil_gets_its_blocks(engines, direct):
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     p, d = engines("always")
-    # the drivers' threads leave all reported work to the engines' threads, however late these come
-    for each in (p, d):
-        loop = each.workers[0]._thread._datapath.state.record
-        loop.offer_work_ns = round(DEADLINE_S * 1e9)
+    has_failed = threading.Event()
+    lock = d.workers[0]._thread._datapath.lock
+    acquire_again = lock.acquire_again
+
+    def come_late():
+        assert has_failed.wait(DEADLINE_S)
+        acquire_again()
+
+    # the driver's thread, once it has left the loop, leaves all work to the engine's
+    monkeypatch.setattr(lock, "acquire_again", come_late)
     params = p.offer("r", [1, 2], 30)
 
     turn = Driver.turn
 
     def fail_here(driver, *arguments, **options):
         if threading.current_thread() is threading.main_thread():
+            has_failed.set()
             raise error
         turn(driver, *arguments, **options)
 

@@ -238,14 +238,12 @@ class State(ctypes.Structure):
         *_numbers("job_bytes"),
         *_pointers("digest digest_room copy_to_host copy_to_device"),
         *_numbers("spin_after_work_ns pause_between_passes_ns"),
-        *_numbers("offer_work_ns"),
         *_pointers("begin begin_argument worker worker_progress worker_arm tag_send tag_recv"),
         *_pointers("tag_probe request_status request_free request_cancel recv_test send_param"),
         *_pointers("recv_param recv_info"),
         ("control_tag", c_uint64),
         *_pointers("clock_gettime usleep wake_fd lock"),
-        *_numbers("send_turn read_turn num_inline moved_ns pending_ns yield_gil_us"),
-        *_numbers("shared_gil_ns"),
+        *_numbers("send_turn read_turn num_inline moved_ns yield_gil_us shared_gil_ns"),
     )
 
 

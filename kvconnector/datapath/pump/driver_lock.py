@@ -26,7 +26,7 @@ class DriverLock:
         self._words = state.lock
         self._loop = state.record
         self._entered_ns = 0
-        try_acquire(state.address, r.DRIVER, 0, 0)
+        try_acquire(state.address, r.DRIVER, 0)
 
     @property
     def is_looping(self) -> bool:
@@ -49,11 +49,9 @@ class DriverLock:
         """Report that there is work. Returns True if the driver's thread sees it by itself."""
         return bool(notify(self._state.address))
 
-    def try_acquire(self, limit_s: float) -> bool:
-        """Make the calling thread the owner, if the driver releases the lock within microseconds: it keeps the GIL."""
-        thread = threading.get_native_id()
-        limit_ns = round(limit_s * pacing.NS_PER_S)
-        return bool(try_acquire(self._state.address, r.INLINE, limit_ns, thread))
+    def try_acquire(self) -> bool:
+        """Make the calling thread the owner, if nobody is."""
+        return bool(try_acquire(self._state.address, r.INLINE, threading.get_native_id()))
 
     def clear_pending(self) -> None:
         """Clear `pending`: the owner is about to do all the work."""
@@ -82,5 +80,5 @@ class DriverLock:
         now_ns = self._state.now_ns()
         if self._loop.yield_gil_us or now_ns - self._entered_ns >= pacing.YIELD_GIL_US * _NS_PER_US:
             self._loop.shared_gil_ns = now_ns
-        while not try_acquire(self._state.address, r.DRIVER, 0, 0):
+        while not try_acquire(self._state.address, r.DRIVER, 0):
             wait_until_free(self._state.address)

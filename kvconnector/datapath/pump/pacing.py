@@ -19,13 +19,6 @@ step with 3,000 queued prompts took 17 ms of the connector's own, for 5 to 7."""
 YIELD_GIL_US = 100
 """How long the driver's thread sleeps in the loop for others to take the GIL and the lock, see `WORK_S`. A thread that
 waits for the GIL got it after 9 to 12 ms at most, and after 14 to 219 without."""
-OFFER_WORK_NS = 30_000
-"""How long the driver's thread leaves work that was reported to it to the thread that reported it: one that gives an
-order and then waits for it comes within this time, and needs no other thread. Such inline progress takes a direct read
-of 2 MiB from 1.12 to 0.75 ms; of that the time itself has no part that `pacing` shows."""
-POLL_LIMIT_S, WAIT_LIMIT_S = 5e-6, 50e-6
-"""How long an engine's thread tries to acquire the lock: when it polls, and when it has nothing else to do. On CPUs the
-loop leaves it to others for moments only. `pacing` shows no effect of either."""
 
 # ---- pace: how often the loop looks ----
 

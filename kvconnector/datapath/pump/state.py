@@ -111,7 +111,6 @@ class LoopState:
     def pace(self) -> None:
         """Take the loop's constants from `pacing`."""
         state = self.record
-        state.offer_work_ns = pacing.OFFER_WORK_NS
         state.pause_between_passes_ns = pacing.PAUSE_CUDA_NS if self._on_gpu else 0
 
     def close(self) -> None:

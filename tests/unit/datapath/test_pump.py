@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from functools import reduce
 from operator import and_, or_
 
@@ -21,6 +22,7 @@ from kvconnector.transport import MessageSizeError, RegistrationError
 from kvconnector.transport.ucx import abi
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
+from tests.support.waiting import DEADLINE_S, until
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.direct_pair import only_consumer_steps
 from tests.unit.datapath.pump_pair import (
@@ -35,6 +37,7 @@ from tests.unit.datapath.pump_pair import (
 
 pytestmark = pytest.mark.ucx
 LONG_S = 1e9
+LONG_CLOCK_S = 1 << 20
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
@@ -188,7 +191,7 @@ def test_an_io_error_is_a_refused_registration_unless_ucx_reports_a_loss(
 def test_inline_progress_does_not_let_another_thread_take_the_gil(make_pair):
     path = make_pair().d.path
     path.release(0.0)
-    assert path.lock.try_acquire(1.0)
+    assert path.lock.try_acquire()
     may_run = threading.Lock()
     ran = []
 
@@ -219,7 +222,7 @@ def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
     def leave(microseconds):
         # a callback needs the GIL, as a thread does that waits for it
-        left.append((microseconds, path.lock.try_acquire(0.0)))
+        left.append((microseconds, path.lock.try_acquire()))
         path.release(0.0)
         return 0
 
@@ -238,6 +241,47 @@ def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
         assert len(left) == 1
     finally:
         pair.close()
+
+
+def test_the_driver_returns_at_once_with_what_was_reported(make_pair):
+    path = make_pair().d.path
+    reads = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64 * 2))
+    def clock(_, now):
+        reads.append(None)
+        # no time passes, unless the loop goes on
+        now.contents[:] = [0 if len(reads) < 100 else LONG_CLOCK_S, 0]
+        return 0
+
+    path.state.record.clock_gettime = ctypes.cast(clock, ctypes.c_void_p).value
+    path.lock.notify()
+    path.pump(1.0, ())
+    assert len(reads) < 100
+
+
+def test_reported_work_is_for_the_thread_that_is_there_first(make_pair):
+    """The driver's thread has left the loop with it, and waits for the GIL, which an engine's thread has."""
+    path = make_pair().d.path
+    path.release(0.0)
+    sleeper = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
+    sleeper.start()
+    until(lambda: path.lock.is_looping)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(10 * DEADLINE_S)
+    try:
+        path.lock.notify()
+        give_up_s = time.monotonic() + DEADLINE_S
+        while path.lock.is_looping and time.monotonic() < give_up_s:
+            pass
+        assert path.lock.has_pending()
+        assert path.lock.try_acquire()
+        path.lock.clear_pending()
+        path.release(0.0)
+    finally:
+        sys.setswitchinterval(interval_s)
+        sleeper.join(DEADLINE_S)
+    assert not path.lock.try_acquire()  # the driver's thread has it
 
 
 def test_notifying_a_closed_data_path_writes_to_no_reused_descriptor(make_pair):

@@ -1,6 +1,7 @@
 """Inline progress releases the data path, wherever an interrupt arrives."""
 
 import sys
+import threading
 from itertools import count
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from kvconnector.datapath.pump import datapath, driver_lock
 from kvconnector.runtime import driver as driver_module
 from kvconnector.runtime import driver_thread
+from kvconnector.runtime.driver import Driver
 from tests.support.fakes import FakeEngine, attention_model
+from tests.support.waiting import DEADLINE_S
 from tests.support.world import World
 
 INTERRUPTED = [module.__file__ for module in (driver_thread, datapath, driver_lock, driver_module)]
@@ -65,7 +68,7 @@ def test_the_data_path_is_released_wherever_an_interrupt_arrives(worker):
         interrupt = Interrupt(at)
         try:
             with interrupt:
-                progress._run_inline(1.0, driven.append)
+                progress._run_inline(driven.append)
         except KeyboardInterrupt:
             pass
         assert not worker.datapath.lock.is_ours, f"instruction {at}"
@@ -78,4 +81,27 @@ def test_the_data_path_is_released_wherever_an_interrupt_arrives(worker):
 def test_a_data_path_that_another_thread_owns_is_left_alone(worker):
     progress = Inline(worker, pytest.fail)
     # as while the driver's thread works
-    assert not progress._run_inline(0.0, pytest.fail)
+    assert not progress._run_inline(pytest.fail)
+
+
+def test_a_waking_engine_leaves_the_gil_to_the_driver_that_it_waits_for(worker, monkeypatch):
+    progress, renewed = Inline(worker, pytest.fail), []
+    monkeypatch.setattr(Driver, "renew_pools", renewed.append)
+    may_run = threading.Lock()
+
+    def work_on():
+        with may_run:  # a call that gives the GIL back
+            worker.datapath.lock.release(0.0)
+
+    interval_s = sys.getswitchinterval()
+    with may_run:
+        thread = threading.Thread(target=work_on)
+        thread.start()
+        # from here on no thread takes the GIL from this one
+        sys.setswitchinterval(10 * DEADLINE_S)
+    try:
+        progress.renew_pools()
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join(DEADLINE_S)
+    assert renewed == [worker.driver]
