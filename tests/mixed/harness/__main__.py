@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import closing
 
-from tests.mixed.harness.cases import CASES
+from tests.mixed.harness.cases import CASES, why_not
 from tests.mixed.harness.engines import SglangEngine, SglangHost, Wanted, python_of_sglang
 from tests.mixed.harness.pair import Pair
 from tests.sglang.harness.alone import Alone
@@ -23,15 +23,22 @@ class MixedHarness(SerialHarness):
         super().__init__()
         self._host = None
         self._alone = Alone(self._alone_of)
+        self._device = Device(self.arguments.device)
+
+    def add_options(self, parser):
+        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+
+    def why_not(self, case):
+        return case.why_not or why_not(case, self._device)
 
     def start(self):
         python_of_sglang()
         os.environ |= EXACT
-        self._host = SglangHost()
-        preload(Device("cpu"))
+        self._host = SglangHost(self._device)
+        preload(self._device)
         import vllm
 
-        return {"vllm": vllm.__version__}
+        return {"device": self._device.name, "vllm": vllm.__version__}
 
     def make_models(self, case):
         model_of(self.folder / "models", **case.model)
@@ -45,7 +52,7 @@ class MixedHarness(SerialHarness):
             return
         model = str(model_of(self.folder / "models", **case.model))
         alone = self._alone.of(model)
-        with closing(Pair(case, model, place, self._host, alone)) as pair:
+        with closing(Pair(case, model, place, self._host, alone, device=self._device)) as pair:
             pair.wait_until_ready()
             case.scenario(pair, outcome)
 

@@ -28,6 +28,20 @@ class Case:
     why_not: str = ""
 
 
+def why_not(case, device):
+    """Return why a case cannot run on a device; "" if it can."""
+    if device.kind == "cpu":
+        return ""
+    sides = case.prefill, case.decode
+    if case.servers is not None or any(kind == "minillm" for kind, _ in sides):
+        return "it runs on CPUs"
+    if case.model.get("kind") == "mla":
+        return "vLLM's attention with latents takes no float32 on GPUs"
+    wanted = max(options.get("tp_size", options.get("tp", 1)) for _, options in sides)
+    found = len(device.units)
+    return f"an engine needs {wanted} GPUs, there are {found}" if wanted > found else ""
+
+
 def vllm(block=64, **options):
     """Return an engine of vLLM with blocks of `block` tokens."""
     return "vllm", {"block_size": block, **options}

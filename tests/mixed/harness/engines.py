@@ -17,6 +17,7 @@ from tests.sglang.harness.engine import Engine as Server
 from tests.sglang.harness.engine import EngineSpec as ServerSpec
 from tests.sglang.harness.pair import threads_of
 from tests.support.ports import free_ports
+from tests.vllm.harness.device import Device
 from tests.vllm.harness.digests import merged
 from tests.vllm.harness.engine import Engine as InProcess
 from tests.vllm.harness.engine import EngineSpec, run_steps
@@ -39,6 +40,7 @@ OF_SGLANG = {
 }
 """Options of each side's engine."""
 START_TIMEOUT_S = 120.0
+CPU = Device("cpu")
 OF_MINILLM = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -66,10 +68,10 @@ class Names:
 
 
 class SglangHost:
-    """The process in SGLang's environment, until `close`."""
+    """The process in SGLang's environment, until `close`. Its engines are on `device`."""
 
-    def __init__(self):
-        command = [os.environ[PYTHON], "-m", "tests.mixed.harness.sglang_host"]
+    def __init__(self, device=CPU):
+        command = [os.environ[PYTHON], "-m", "tests.mixed.harness.sglang_host", device.kind]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -108,6 +110,7 @@ class Wanted:
     folder: Path
     options: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
+    device: Device = CPU
 
     @property
     def log(self):
@@ -212,15 +215,16 @@ class VllmEngine(InProcess):
             "engine_id": self.engine_id,
             "kv_connector_extra_config": {"model_name": MODEL_NAME},
         }
-        ranks = range(wanted.options.get("tp_size", 1))
+        ranks = wanted.options.get("tp_size", 1)
         own = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port),
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % os.cpu_count()) for rank in ranks),
+            **wanted.device.environment(0, ranks),
             **wanted.environment,
         }
         self._log = wanted.log
         common = {"model": wanted.model, "transfer": transfer, "log": wanted.log}
+        common["arguments"] = wanted.device.arguments(is_pipeline=False)
         spec = EngineSpec(**common, environment=own, **wanted.options)
         super().__init__(spec, run_steps)
 

@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass
 
-from tests.mixed.harness.engines import MinillmEngine, Names, SglangEngine, VllmEngine, Wanted
+from tests.mixed.harness.engines import CPU, MinillmEngine, Names, SglangEngine, VllmEngine, Wanted
 from tests.vllm.harness.digests import difference
 
 ROOM_BITS = 62
@@ -27,15 +27,15 @@ class Asked:
 class Pair:
     """The two engines of `case`, in `folder`, and one of SGLang alone: `alone`. That of vLLM also computes alone."""
 
-    def __init__(self, case, model, folder, host, alone):
-        self._alone, self._host, self._folder = alone, host, folder
+    def __init__(self, case, model, folder, host, alone, *, device=CPU):
+        self._alone, self._host, self._folder, self._device = alone, host, folder, device
         self._model, self._known = model, {}
         self.prefill, self.decode = (
             self._engine(side, *getattr(case, side), case.environment) for side in SIDES
         )
 
     def _engine(self, side, kind, options, environment):
-        wanted = Wanted(side, self._model, self._folder, options, environment)
+        wanted = Wanted(side, self._model, self._folder, options, environment, self._device)
         if kind == "sglang":
             return SglangEngine(self._host, wanted)
         return {"vllm": VllmEngine, "minillm": MinillmEngine}[kind](wanted)

@@ -1,4 +1,4 @@
-"""Runs in SGLang's environment, started by the harness in vLLM's: forks SGLang servers as it is told.
+"""Runs in SGLang's environment, started by the harness in vLLM's with "cpu" or "cuda": forks SGLang servers as told.
 
 It reads a JSON object a line. `{"start": NAME, "arguments": {...}}` are those of `EngineSpec`, and the answer is
 `{"port": PORT}`; `{"kill": NAME}` ends all of a server's processes, `{"pause": NAME}` stops them; `{"has_ended": NAME}`
@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from tests.sglang.harness.device import Device
 from tests.sglang.harness.dump import Digests
 from tests.sglang.harness.engine import Engine, EngineSpec, preload
 
@@ -18,12 +19,13 @@ def main():
     """Answer until the harness closes the pipe."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what SGLang prints at its import is no answer
-    preload()
+    device = Device(sys.argv[1])
+    preload(device)
     Digests.joins_parts = True
     engines = {}
 
     def start(name, *, log, dumps, **arguments):
-        spec = EngineSpec(log=Path(log), dumps=Path(dumps), **arguments)
+        spec = EngineSpec(log=Path(log), dumps=Path(dumps), device=device, **arguments)
         engines[name] = Engine(spec)
         return {"port": engines[name].port}
 
