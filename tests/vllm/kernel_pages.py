@@ -61,8 +61,8 @@ def store_window(keys: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -
     quantize_and_insert_k_cache(keys, pages, slots, block_size=PAGE)
 
 
-BLOCK, BLOCKS, HEADS, GROUP, DIM = 128, 3, 2, 4, 128
-"""MiniMax-M3's: tokens of a block, blocks, KV heads, query heads of each, and their elements."""
+BLOCK, BLOCKS, HEADS, DIM = 128, 3, 2, 128
+"""MiniMax-M3's: tokens of a block, blocks, KV heads, and their elements."""
 
 
 def of_minimax(path: str) -> types.ModuleType:
@@ -77,32 +77,56 @@ def of_minimax(path: str) -> types.ModuleType:
         return importlib.import_module(f"{package}.{path}")
 
 
+TABLE = (2, 0, 1)
+"""The sequence's blocks; the last one lacks five tokens."""
+KINDS = ((64, 32, 32), (32, 16, 16), (16, 8, 8), (8, 4, 4))
+"""In each block of the sequence, how many of its tokens each of a KV head's four query heads attends to."""
+
+
 def attend(device: str) -> dict[str, torch.Tensor]:
-    """Read pages of K and V with MiniMax-M3's attention. Its only kernel that writes them is CUDA's, so `pages` are
-    random numbers: `output` is what the queries `q` get of them, in blocks 2, 0 and 1 of the sequence's table.
+    """Read pages of K and V with MiniMax-M3's attention. Only CUDA's kernel writes them, so `pages` are ours: `output`
+    is what the queries `q` get of them.
+
+    A query has the pattern of the keys of its own kind, and is orthogonal to all others, whose weights are 0. The
+    weights of its kind are equal, and their number is a power of two, as are the factors of a product; values are
+    integers. So every step is exact in whatever precision a device multiplies: a query gets the mean of its values.
     """
     sparse = of_minimax("common.ops.sparse_attn")
     generator = torch.Generator().manual_seed(7)
-    pages = torch.randn(BLOCKS, HEADS, BLOCK, 2 * DIM, generator=generator).to(device)
-    q = torch.randn(1, HEADS * GROUP, DIM, generator=generator).to(device)
+    signs = torch.tensor([[1.0]])
+    while len(signs) < DIM:  # Hadamard's: rows are orthogonal
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    patterns = signs[torch.randperm(DIM, generator=generator)[: len(KINDS) + 1]]
+    values = torch.randint(-64, 65, (HEADS, BLOCKS * BLOCK, DIM), generator=generator).float()
+    # beyond its counts a token is of the last kind, to which nothing attends
+    kinds = torch.full((HEADS, BLOCKS, BLOCK), len(KINDS))
+    for head, block in torch.cartesian_prod(torch.arange(HEADS), torch.arange(BLOCKS)).tolist():
+        counts = torch.tensor([of_kind[block] for of_kind in KINDS])
+        of_tokens = torch.repeat_interleave(torch.arange(len(KINDS)), counts)
+        places = torch.randperm(BLOCK - 5, generator=generator)[: len(of_tokens)]
+        kinds[head, block, places] = of_tokens
+    kinds = kinds.reshape(HEADS, -1)
+    pages = torch.empty(BLOCKS, HEADS, BLOCK, 2 * DIM)
+    both = torch.cat([patterns[kinds], values], -1).reshape(HEADS, BLOCKS, BLOCK, -1)
+    pages[list(TABLE)] = both.transpose(0, 1)
+    q = 16 * patterns[: len(KINDS)].repeat(HEADS, 1)[None].to(device)
     count = BLOCKS * BLOCK - 5
     output = torch.zeros_like(q)
-    blocks = torch.arange(BLOCKS, dtype=torch.int32, device=device)
     at = {"dtype": torch.int32, "device": device}
     sparse.minimax_m3_sparse_attn(
         q,
-        pages,
-        blocks.expand(HEADS, 1, BLOCKS).contiguous(),
-        torch.tensor([[2, 0, 1]], **at),
+        pages.to(device),
+        torch.tensor([[range(BLOCKS)]] * HEADS, **at),
+        torch.tensor([TABLE], **at),
         torch.tensor([0, 1], **at),
         torch.tensor([count], **at),
         torch.tensor([count - 1], **at),
         1,
         HEADS,
-        DIM**-0.5,
+        0.125,
         output,
     )
-    return {"q": q.cpu(), "pages": pages.cpu(), "output": output.cpu()}
+    return {"q": q.cpu(), "pages": pages, "output": output.cpu()}
 
 
 def score(device: str) -> dict[str, torch.Tensor]:

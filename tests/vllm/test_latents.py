@@ -138,7 +138,7 @@ def test_latents_that_the_windows_kernel_stored_are_read_with_their_scales(store
 @pytest.mark.parametrize("backend", sorted(BLOCK_SPARSE))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, device, backend):
-    """MiniMax-M3's: its kernel gets from our K and V what a naive attention does."""
+    """MiniMax-M3's: its kernel gets from the pages the means of our V whose K in our parts have a query's pattern."""
     on_gpu = device == "cuda"
     found = kernel_pages.run("block-sparse", device) if on_gpu else stored("block-sparse")
     pages, q = found["pages"], found["q"]
@@ -148,15 +148,16 @@ def test_block_sparse_attention_reads_k_and_v_where_they_are_moved(stored, devic
     assert [part.name for part in group.cache.geometry.parts] == ["k", "v"]
     caches[NAMES[1]][: len(pages)] = pages
     k, v = (
-        torch.from_numpy(read(view)[[2, 0, 1]].copy()).view(torch.float32).squeeze(-1)
+        torch.from_numpy(read(view)[[*kernel_pages.TABLE]].copy()).view(torch.float32).squeeze(-1)
         for view in group.cache.views[1]
     )
+    tokens = len(pages) * size - 5
     for head in range(q.shape[1]):
         own = head * heads // q.shape[1]
-        tokens = len(pages) * size - 5
         keys, values = (each[:, own].reshape(-1, content // 2)[:tokens] for each in (k, v))
-        weights = torch.softmax(keys @ q[0, head] * (content // 2) ** -0.5, 0)
-        torch.testing.assert_close(found["output"][0, head], weights @ values, atol=1e-4, rtol=1e-4)
+        seen = keys @ q[0, head] > 0
+        assert seen.any()
+        assert torch.equal(found["output"][0, head], values[seen].mean(0))
 
 
 @pytest.mark.parametrize(
