@@ -44,7 +44,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     Each of `parts` is a name, a number of heads (of a state, the units that tensor parallelism splits), the elements of
     a head, and the bytes of one. A block has `block_size` rows at least. `extent_tokens` are those of a window or a
     chunk. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has. Of layers that compress, `row_tokens`
-    tokens share a row.
+    tokens share a row. vLLM's prefix cache has blocks of `cached_tokens` of these layers; 0: of the engine's tokens.
     """
 
     kind: str
@@ -55,6 +55,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 1
     encoder_tokens: int = 0
     row_tokens: int = 1
+    cached_tokens: int = 0
 
     @property
     def retention(self) -> Retention:
@@ -166,6 +167,26 @@ def _latents(
     return LayerGroup(kind=kind, layers=tuple(layers), parts=parts, **more)
 
 
+def windowed(
+    name: str, num_layers: int, num_kv_heads: int, head_dim: int, *, window_tokens: int
+) -> ModelShape:
+    """Return a model whose layers, from the first on, have windows and every token in turn."""
+    parts = parts_of_token(num_kv_heads, head_dim, "bfloat16", is_mla=False)
+    every, kind = range(num_layers), f"window {window_tokens}"
+    window: dict[str, Any] = {"keeps": "window", "extent_tokens": window_tokens}
+    groups = (
+        LayerGroup(kind="full", layers=tuple(every[1::2]), parts=parts),
+        LayerGroup(kind=kind, layers=tuple(every[::2]), parts=parts, **window),
+    )
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        groups=groups,
+    )
+
+
 LATENT_PLANES = (("latent", 576, 1), ("latent-scales", 8, 1))
 """A row of DeepSeek-V4's latents in fp8: 448 bytes and 64 rotary elements of two; 7 scales and a byte of padding."""
 INDEX_PLANES = (("index", 128, 1), ("index-scales", 4, 1))
@@ -212,19 +233,17 @@ def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
     fine = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
     coarse = [layer for layer, ratio in enumerate(ratios) if ratio == 128]
 
-    def window(
-        kind: str, layers: Sequence[int], tokens: int, *planes: tuple[str, int, int]
-    ) -> LayerGroup:
-        return _latents(kind, layers, planes, keeps="window", extent_tokens=tokens)
-
+    windows = {"keeps": "window", "extent_tokens": 128, "cached_tokens": 64}
+    coarse_states = {"keeps": "chunk", "extent_tokens": 128, "cached_tokens": 8}
+    fine_states = {"keeps": "window", "extent_tokens": 8, "cached_tokens": 4}
     groups = (
-        window("window", range(len(ratios)), 128, *LATENT_PLANES),
+        _latents("window", range(len(ratios)), LATENT_PLANES, **windows),
         _latents("indexer", fine, INDEX_PLANES, row_tokens=4),
         _latents("rows of 128", coarse, LATENT_PLANES, row_tokens=128),
         _latents("rows of 4", fine, LATENT_PLANES, row_tokens=4),
-        window("state of 128", coarse, 128, ("state", 1024, 4)),
-        window("state of 4", fine, 8, ("state", 2048, 4)),
-        window("indexer's state", fine, 8, ("state", 512, 4)),
+        _latents("state of 128", coarse, (("state", 1024, 4),), **coarse_states),
+        _latents("state of 4", fine, (("state", 2048, 4),), **fine_states),
+        _latents("indexer's state", fine, (("state", 512, 4),), **fine_states),
     )
     return ModelShape(
         name=name,
@@ -250,7 +269,7 @@ MODELS = {
         ModelShape(name="qwen3-8b", num_layers=36, num_kv_heads=8, head_dim=128),
         ModelShape(name="qwen3-235b", num_layers=94, num_kv_heads=4, head_dim=128),
         ModelShape(name="deepseek-r1", num_layers=61, num_kv_heads=1, head_dim=576, is_mla=True),
-        ModelShape(name="gpt-oss-120b", num_layers=36, num_kv_heads=8, head_dim=64),
+        windowed("gpt-oss-120b", 36, 8, 64, window_tokens=128),
         sparse_mla("deepseek-v3.2", 61),
         sparse_mla("glm-5", 78),
         DEEPSEEK_V4_PRO,

@@ -34,7 +34,7 @@ from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.cli.plan_report import Comparison, PlanReport, RankRow, ReadRow
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError
-from kvconnector.planning import SourceRead, plan_transfer
+from kvconnector.planning import SourceRead, from_whole_block, plan_transfer
 from kvconnector.topology import EngineGeometry, PartGeometry, TpKVTopology
 
 MAX_RUNS = 3
@@ -62,7 +62,12 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     "--dtype", type=element_type, metavar="TYPE", help="Element type, named as torch does."
 )
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
-@click.option("--tokens", type=int, default=2000, help="Tokens to load.")
+@click.option(
+    "--tokens",
+    type=int,
+    default=2000,
+    help="Tokens to load: the prompt's, or one less where layers keep only some of them.",
+)
 @click.option("--start", type=int, default=0, help="First token to load, after a local hit.")
 @click.option(
     "--chunk",
@@ -89,7 +94,8 @@ def plan(
 ) -> None:
     """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes.
 
-    Without --model the model has 32 layers of 8 heads with 128 elements, in bfloat16.
+    These are the reads of a prompt that is computed before it is read, as vLLM's engines make them. SGLang's read no
+    token before a window. Without --model the model has 32 layers of 8 heads with 128 elements, in bfloat16.
     """
     if tokens < 1 or start < 0:
         raise ConfigError(
@@ -160,8 +166,8 @@ def build_report(
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
     first.check_compatible(producer)
-    ranges = model.ranges(tokens)
     groups = model.layer_groups
+    ranges = _read_ranges(groups, tokens, producer, consumer)
     reads: list[ReadRow] = []
     released, connections, direct_bytes = {}, 0, 0
     for rank in decode.ranks:
@@ -204,6 +210,25 @@ def build_report(
         link_gbits=link_gbits,
         predicted_ms=busiest * 8 / link_gbits / 1e6 if link_gbits else None,
     )
+
+
+def _read_ranges(
+    groups: Sequence[LayerGroup], tokens: range, producer: EngineGeometry, consumer: EngineGeometry
+) -> list[range]:
+    """Return the tokens of a prompt that each cache group reads once it is computed, in rows of a compressed group.
+
+    As with vLLM, windows and chunks begin with a whole block of the prefix cache.
+    """
+    found = []
+    geometries = zip(producer.ranks[0].groups, consumer.ranks[0].groups, strict=True)
+    for group, (theirs, ours) in zip(groups, geometries, strict=True):
+        missing = group.missing(tokens)
+        if group.keeps in {"window", "chunk"}:
+            sizes = [group.cached_tokens or each.virtual_block_tokens for each in (theirs, ours)]
+            held = range(missing.start // sizes[0], -(-missing.stop // sizes[0]))
+            missing = from_whole_block(missing, sizes[1], held, sizes[1])
+        found.append(missing)
+    return found
 
 
 def _direct_bytes(read: SourceRead, producer: EngineGeometry) -> int:

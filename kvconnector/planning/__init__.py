@@ -16,6 +16,7 @@ from kvconnector.planning.retention import KeepsEncoder as KeepsEncoder
 from kvconnector.planning.retention import KeepsState as KeepsState
 from kvconnector.planning.retention import KeepsWindow as KeepsWindow
 from kvconnector.planning.retention import Retention as Retention
+from kvconnector.planning.retention import from_whole_block as from_whole_block
 from kvconnector.planning.retention import retention_named as retention_named
 from kvconnector.planning.route import Route as Route
 from kvconnector.planning.route import SegmentWindow as SegmentWindow

@@ -91,6 +91,23 @@ class KeepsState:
         return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
 
 
+def from_whole_block(tokens: range, cached_tokens: int, held: range, block_tokens: int) -> range:
+    """Return the range that a consumer reads: from a whole block of its prefix cache on, if the producer has it.
+
+    The cache takes the block in which a window begins for a whole one, as any other.
+
+    Args:
+        tokens: What the consumer lacks. Of a compressed group all tokens are rows.
+        cached_tokens: Those of a block of its prefix cache.
+        held: The producer's blocks, counted from the first token. None of them are completed if they end elsewhere than
+            blocks of the consumer's would.
+        block_tokens: Those of a block of the consumer's pools.
+    """
+    first = tokens.start // cached_tokens * cached_tokens
+    is_held = held.stop == -(-tokens.stop // block_tokens) and held.start * block_tokens <= first
+    return range(first, tokens.stop) if tokens and is_held else tokens
+
+
 def retention_named(keeps: Keeps, extent_tokens: int = 0, row_tokens: int = 1) -> Retention:
     """Return the retention of this name. `extent_tokens` is the length of a window or a chunk; rows of several tokens
     are kept all.

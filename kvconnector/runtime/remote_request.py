@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvconnector.errors import BlockIdError, LocalError, require_counts
 from kvconnector.layout import GroupBlocks
-from kvconnector.planning import KeepsAll, KeepsEncoder, KeepsState, Retention
+from kvconnector.planning import KeepsAll, KeepsEncoder, KeepsState, Retention, from_whole_block
 from kvconnector.runtime.params import TransferParams
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry
@@ -159,10 +159,12 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         # a followed producer has named no blocks
         begins = zip(order.remote_blocks, cache_block_tokens, groups, strict=False)
         for index, (remote, whole, group) in enumerate(begins):
-            (start, stop), size = ranges[index], group.virtual_block_tokens
-            whole //= group.row_tokens  # noqa: PLW2901
-            has_our_size = -(-stop // size) == remote.first_block + remote.num_blocks
-            first = start // whole * whole
-            if start < stop and has_our_size and remote.first_block * size <= first:
-                ranges[index] = first, stop
+            held = range(remote.first_block, remote.first_block + remote.num_blocks)
+            tokens = from_whole_block(
+                range(*ranges[index]),
+                whole // group.row_tokens,
+                held,
+                group.virtual_block_tokens,
+            )
+            ranges[index] = tokens.start, tokens.stop
         return replace(order, token_ranges=tuple(ranges))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.bench.shapes import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO
+from kvconnector.bench.shapes import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, EngineShape
+from kvconnector.cli.plan import build_report
 
 # vLLM's planner puts all cache groups into one pool, whose blocks have this many bytes; a block belongs to one group at
 # a time. Each group's tokens in a block and its window, 0 for all tokens. tests/vllm/test_compressed.py compares these
@@ -35,7 +36,9 @@ def table():
 def test_the_table_of_bytes(row):
     name, tokens, ours, theirs, ratio = row
     # the last token is computed by the decode engine
-    moved = MODELS[name].request_bytes(tokens - 1)
+    engine, loaded = EngineShape(block=256), range(tokens - 1)
+    report = build_report(MODELS[name], engine, engine, loaded, chunk_bytes=2 << 20)
+    moved = report.total_bytes
     whole = whole_blocks(tokens) * BLOCK_BYTES[name]
     assert (ours, theirs) == (round(moved / 1e6, 1), round(whole / 1e6, 1))
     assert ratio == round(moved / whole, 2)

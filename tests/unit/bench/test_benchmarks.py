@@ -11,12 +11,12 @@ from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.limits import open_stream, serve_stream
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import CallFailedError
-from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
+from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cli import bench
 from kvconnector.datapath.pump import pacing
 from kvconnector.errors import ConfigError, PeerLostError
 from scripts.benchmarks import __main__ as program
-from scripts.benchmarks import gil, sessions
+from scripts.benchmarks import gil, inferencex, sessions
 from scripts.benchmarks import pacing as switched_off
 
 DOCS = Path(__file__).parents[3] / "docs/benchmarks/method.md"
@@ -190,7 +190,7 @@ def test_bursts_of_a_mixed_cache_are_moved_whole_and_counted():
     asked = [(16, 1), (16, 3), (64, 1), (64, 3)]
     for case, (page, burst) in zip(cases, asked, strict=True):
         assert case.ours.figures == {"prompt_tokens": 256, "page_tokens": page, "requests": burst}
-        assert case.ours.nbytes == burst * DEEPSEEK_V4_PRO.request_bytes(256)
+        assert case.ours.nbytes == burst * inferencex.MODEL.request_bytes(256)
     with pytest.raises(ConfigError, match="multiples of 128"):
         _run("inferencex", tokens=(100,))
 
