@@ -173,6 +173,7 @@ class PeerGreeting(ExitStack):
             any_engine=True,
             oldest_version=spoken.oldest,
             newest_version=spoken.newest,
+            max_message_bytes=self._config.control.max_message_bytes,
         )
         self._control.send(handle, encode(request, spoken.oldest))
         deadline_s = time.monotonic() + ASK_S

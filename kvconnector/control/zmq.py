@@ -74,6 +74,7 @@ class ControlChannel:
     ) -> None:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
         self.security = security
+        self.max_message_bytes = limits.max_message_bytes
         self._limits = limits
         self._handles = map(PeerHandle, itertools.count(1))
         self._outgoing: dict[PeerHandle, OutgoingConnection] = {}

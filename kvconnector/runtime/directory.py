@@ -12,7 +12,7 @@ import msgspec
 from kvconnector._version import __version__
 from kvconnector.control.base import PeerHandle, Received
 from kvconnector.control.zmq import ControlChannel
-from kvconnector.errors import IncompatiblePeerError, KVConnectorError
+from kvconnector.errors import ConfigError, IncompatiblePeerError, KVConnectorError
 from kvconnector.folded_log import Refusals
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
@@ -38,10 +38,32 @@ def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Director
     return msgspec.structs.replace(directory, workers=tuple(workers[i] for i in sorted(chosen)))
 
 
+def _check_length(control: ControlChannel, directory: m.Directory) -> None:
+    """Raise ConfigError: no message can carry the answer to the consumer that asks for the fewest workers."""
+    few = directory.workers[: 1 if len(directory.workers) > MAX_UNASKED else None]
+    nbytes = len(encode(msgspec.structs.replace(directory, workers=few)))
+    if nbytes > control.max_message_bytes:
+        raise ConfigError(
+            "control.max_message_bytes is too small for this engine to name its workers: raise it on both sides",
+            needed_bytes=nbytes,
+            max_message_bytes=control.max_message_bytes,
+            workers=len(directory.workers),
+        )
+
+
 class DirectoryService:
-    """Answers `DirectoryRequest`s on `control`: one `turn` at a time or, after `start`, in a thread until `close`."""
+    """Answers `DirectoryRequest`s on `control`: one `turn` at a time or, after `start`, in a thread until `close`.
+
+    Raises:
+        ConfigError: the directory is longer than a message may be.
+    """
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
+        try:
+            _check_length(control, directory)
+        except ConfigError:
+            control.close()
+            raise
         self.control = control
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
@@ -98,7 +120,18 @@ class DirectoryService:
             text = f"{error} (this is kvconnector {__version__})"
             return m.DirectoryRefused(refusal=m.Refusal.INCOMPATIBLE, text=text)
         directory = msgspec.structs.replace(self._directory, wire_version=agreed)
-        return answer_to(message, directory)
+        answer = answer_to(message, directory)
+        nbytes, theirs = len(encode(answer, agreed)), message.max_message_bytes
+        limit = min(self.control.max_message_bytes, theirs or self.control.max_message_bytes)
+        if nbytes <= limit:
+            return answer
+        side = "the engine that asks" if limit == theirs else f"engine {self._engine_id}"
+        text = (
+            f"the answer, {len(answer.workers)} workers of an engine of {len(directory.workers)}, has {nbytes} bytes:"
+            f" raise control.max_message_bytes of {side}, which is {limit}"
+        )
+        self._refusals.note("a request for the directory", "AnswerTooLong", text)
+        return m.DirectoryRefused(refusal=m.Refusal.INCOMPATIBLE, text=text[: m.MAX_TEXT])
 
     def close(self) -> None:
         """Stop answering and free the port. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -12,10 +13,11 @@ import msgspec
 
 from kvconnector._version import __version__
 from kvconnector.config import ConnectorConfig
+from kvconnector.control.base import MessageTooLargeError
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.datapath.pools import Pools
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError
 from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Route
@@ -74,8 +76,36 @@ class SessionLinks(LinkPort):
     def send(self, link: Link, message: m.Message) -> None:
         if isinstance(message, m.HelloReply) and not message.refusal:
             inbox = self._links.answer_inbox(link, self._datapath.sends.endpoint(link))
-            message = msgspec.structs.replace(message, control=inbox)
+            self._answer(link, msgspec.structs.replace(message, control=inbox))
+            return
+        if isinstance(message, m.DirectoryRequest):
+            limit = self._hello.max_message_bytes
+            message = msgspec.structs.replace(message, max_message_bytes=limit)
         self._links.send(link, message)
+
+    def _answer(self, link: Link, reply: m.HelloReply) -> None:
+        """Answer a consumer, without the export if it takes no message as long as that. Then its reads are packed.
+
+        Raises:
+            IncompatiblePeerError: it takes none as long as the rest, either.
+        """
+        try:
+            self._links.send(link, reply)
+            return
+        except MessageTooLargeError as error:
+            sizes = "{message_bytes} bytes, and the shorter control.max_message_bytes of both is {max_message_bytes}"
+            why = f"the answer to a greeting has {sizes.format(**error.context)}"
+        if reply.export is not None:
+            self._links.refusals.note(
+                f"direct reads to consumer {self._links.peer_of(link)}",
+                "AnswerTooLong",
+                f"{why}; its reads are packed: raise it on the decode engine",
+            )
+            reply = msgspec.structs.replace(reply, export=None, text=why[: m.MAX_TEXT])
+            with suppress(MessageTooLargeError):
+                self._links.send(link, reply)
+                return
+        raise IncompatiblePeerError(f"{why}: raise it on the decode engine")
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -130,6 +160,7 @@ class SessionLinks(LinkPort):
         if reply.export is None and reply.text:
             rank = worker.geometry.rank
             logger.info("reads from rank %s are packed, says its engine: %s", rank, reply.text)
+            self._outbox.read_packed("its engine says why, see this rank's log")
 
     @of_worker
     def unmap_pools(self, link: Link) -> None:

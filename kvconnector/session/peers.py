@@ -51,7 +51,7 @@ PEER_TABLE: Table[PeerState] = Table(
         _S.UNKNOWN: {m.Hello: frozenset({_S.HELLO, _S.LOST})},
         _S.HELLO: {
             m.Hello: frozenset({_S.HELLO, _S.LOST}),
-            ev.EndpointOpened: frozenset({_S.READY}),
+            ev.EndpointOpened: frozenset({_S.READY, _S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
         },
@@ -245,12 +245,19 @@ class Peers:
         elif peer is None or peer.is_lost:
             return  # it was lost in the meantime
         elif isinstance(event, ev.EndpointOpened):
-            peer.accept(event, now)
-            peer.move(PeerState.READY)
-            self._links.send(peer.link, self.reply)
+            self._welcome(peer, event, now)
         else:
             assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
             self._lose(peer, event, event.error, now)
+
+    def _welcome(self, peer: Peer, event: ev.EndpointOpened, now: float) -> None:
+        try:
+            self._links.send(peer.link, self.reply)
+        except IncompatiblePeerError as reason:  # it takes no message as long as our answer
+            self._lose(peer, event, reason, now)
+            return
+        peer.accept(event, now)
+        peer.move(PeerState.READY)
 
     def tick(self, peer: Peer, event: ev.Tick, now: float) -> None:
         """Give up a consumer worker whose deadline has passed, unless a message came since."""

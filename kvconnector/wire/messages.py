@@ -62,7 +62,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 class DirectoryRequest(Message, frozen=True, kw_only=True):
     """Asks an engine's scheduler for its workers, with `any_engine` whatever its name is. `ranks` are the indices,
     among `world_size` ranks, whose addresses are requested, None for all; the answer may have more. The asking engine
-    speaks the wire versions from `oldest_version` to `newest_version`.
+    speaks the wire versions from `oldest_version` to `newest_version`, and takes answers of `max_message_bytes`, 0 if
+    not stated.
     """
 
     engine_id: Id
@@ -71,6 +72,7 @@ class DirectoryRequest(Message, frozen=True, kw_only=True):
     world_size: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
     oldest_version: Index = UNSTATED_VERSION
     newest_version: Index = UNSTATED_VERSION
+    max_message_bytes: Index = 0
 
 
 class WorkerEntry(Message, frozen=True, kw_only=True):

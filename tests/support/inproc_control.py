@@ -80,6 +80,7 @@ class InprocControlChannel:
     """The part of a `ControlChannel` that workers in one thread need; the contract is in `kvconnector.control.zmq`."""
 
     server_key, security = "", None
+    max_message_bytes = 16 << 20
     fd = -1
 
     def __init__(self, hub, address):

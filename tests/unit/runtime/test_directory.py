@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvconnector.control.base import Received
+from kvconnector.errors import ConfigError
 from kvconnector.runtime import directory as directory_module
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
 from kvconnector.wire import decode, encode, version_of, versions
@@ -105,6 +106,50 @@ def test_a_refusal_of_long_names_is_cut_to_what_a_message_takes():
     (answer,) = asking.poll(0.0)
     refused = decode(answer.payload)
     assert (refused.refusal, len(refused.text)) == (m.Refusal.INCOMPATIBLE, m.MAX_TEXT)
+
+
+@pytest.mark.parametrize("stated_bytes, is_told", [(0, True), (64 << 10, False), (1 << 20, True)])
+def test_an_engine_that_takes_no_message_as_long_as_the_answer_is_refused_in_words(
+    stated_bytes, is_told, caplog
+):
+    hub = ControlHub(seed=0)
+    asking, serving = hub.open(), hub.open()
+    service = DirectoryService(serving, directory_of(4000))
+    request = m.DirectoryRequest(engine_id="p", max_message_bytes=stated_bytes)
+    with caplog.at_level(logging.WARNING):
+        asking.send(asking.connect(serving.address, ""), encode(request))
+        service.turn(0.0)
+    (answer,) = asking.poll(0.0)
+    answer = decode(answer.payload)
+    if is_told:
+        assert len(answer.workers) == 4000
+        return
+    assert answer.refusal is m.Refusal.INCOMPATIBLE
+    for text in (answer.text, caplog.text):
+        assert "raise control.max_message_bytes of the engine that asks, which is 65536" in text
+
+
+def test_a_directory_longer_than_a_message_may_be_is_refused_at_the_start():
+    serving = ControlHub(seed=0).open()
+    serving.max_message_bytes = 100
+    with pytest.raises(ConfigError, match=r"control\.max_message_bytes is too small") as refused:
+        DirectoryService(serving, harness.directory())
+    assert refused.value.context["max_message_bytes"] == 100
+
+
+def test_an_engine_is_told_if_the_directorys_own_limit_is_too_low():
+    hub = ControlHub(seed=0)
+    asking, serving = hub.open(), hub.open()
+    serving.max_message_bytes = 64 << 10
+    service = DirectoryService(serving, directory_of(4000))
+    handle = asking.connect(serving.address, "")
+    for ranks in (None, (0,)):
+        request = m.DirectoryRequest(engine_id="p", ranks=ranks, world_size=4000)
+        asking.send(handle, encode(request))
+        service.turn(0.0)
+    refused, told = (decode(event.payload) for _ in range(2) for event in asking.poll(0.0))
+    assert "raise control.max_message_bytes of engine p, which is 65536" in refused.text
+    assert len(told.workers) == 1
 
 
 @pytest.mark.parametrize("step", ["decode", "answer_to", "version_of", "encode"])

@@ -1,14 +1,17 @@
-"""The facts about its pools that a producer worker sends."""
+"""The facts about its pools that a producer worker sends, and consumers that take no message as long as these."""
 
+import logging
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import export_pools
 from kvconnector.runtime.executor import hello_reply
+from kvconnector.wire.export import PoolExport
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 from tests.unit.runtime.test_unmapping import cuda_export
@@ -27,3 +30,78 @@ def test_an_export_that_no_greeting_can_carry_is_not_sent(limit, is_told):
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
         told = hello_reply(config, worker.pools, worker.transport, datapath, "one").export
         assert told == (export if is_told else None)
+
+
+SMALL = 64 << 10
+"""The lowest `control.max_message_bytes` that a configuration may have."""
+
+
+class Greeted:
+    """Two engines, of which the consumer takes messages of `SMALL` bytes, and the producer's answer has `changes`."""
+
+    def __init__(self, world, **changes):
+        settings = {"insecure": True, "max_message_bytes": SMALL}
+        model = attention_model(num_layers=1)
+        self.world = world
+        self.p = world.start(FakeEngine("p", model), role="producer")
+        self.d = world.start(FakeEngine("d", model), role="consumer", control=settings)
+        self.producer = self.p.workers[0].driver
+        peers = self.producer.producer._peers
+        peers.reply = structs.replace(peers.reply, **changes)
+
+    def load(self):
+        """Load a request. Returns the statistics and the error of the load."""
+        self.d.load_from(self.p, "r", [1, 2], [3, 4], 8)
+        (worker,), outputs = self.d.workers, []
+
+        def has_ended():
+            outputs.append(worker.poll())
+            return "r" in outputs[-1].finished_recving
+
+        assert self.world.run(has_ended, seconds_per_turn=0.01)
+        packed = [each.stats.packed for each in outputs if each.stats.packed]
+        return packed, outputs[-1].failed_recving.get("r")
+
+
+def long_export():
+    """Return an export that is longer than `SMALL`, and that no consumer here could map."""
+    return PoolExport(
+        pid=1,
+        fd=1,
+        nonce=bytes(16),
+        num_buckets=1,
+        device="cpu",
+        tables=(),
+        ranges=(),
+        allocations=(),
+        gpu_uuid="x" * SMALL,
+    )
+
+
+def test_a_consumer_that_takes_no_message_as_long_as_the_export_reads_packed(caplog):
+    with closing(World()) as world, caplog.at_level(logging.INFO):
+        greeted = Greeted(world, export=long_export())
+        packed, error = greeted.load()
+        assert error is None
+        assert packed == [{"its engine says why, see this rank's log": 1}]
+        assert greeted.producer.links.refusals.counts == {"AnswerTooLong": 1}
+    (refused,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    assert "its reads are packed: raise it on the decode engine" in refused
+    (told,) = [each.message for each in caplog.records if "says its engine" in each.message]
+    for text in (refused, told):
+        assert f"control.max_message_bytes of both is {SMALL}" in text
+
+
+def test_a_consumer_that_takes_no_message_as_long_as_an_answer_is_refused_in_words(caplog):
+    with closing(World()) as world, caplog.at_level(logging.WARNING):
+        greeted = Greeted(world, export=long_export(), transport_address=bytes(SMALL))
+        _, error = greeted.load()
+        counts = greeted.producer.links.refusals.counts
+        assert counts["incompatible"] == 1
+        assert not greeted.p.workers[0].poll().stats.contained
+    assert "IncompatiblePeerError" in error
+    for text in (error, caplog.text):
+        assert (
+            f"control.max_message_bytes of both is {SMALL}: raise it on the decode engine" in text
+        )
+    assert "Traceback" not in caplog.text
