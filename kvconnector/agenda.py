@@ -16,7 +16,7 @@ AT_ONCE = 0.0
 """The deadline of a thing that the next tick must handle."""
 
 MAX_AT_ONCE = 16
-"""The most things that one event handles, starts or ends. The next tick is then due at once and goes on. So no event
+"""The most things that one event handles, starts or ends. The next tick is then due at once and continues. So no event
 keeps the engine's thread waiting for long, no matter how many requests it concerns.
 """
 

@@ -19,7 +19,7 @@ def one_line(text: str) -> str:
 
 
 class Retry(StrEnum):
-    """Where a router may send a request again that failed with an error, as a new one that is prefilled anew."""
+    """Where a router may send a request again that failed with an error, as a new one that is prefilled again."""
 
     SAME = "same"
     """To the same two engines: the blocks are gone, the engines are well."""
@@ -195,7 +195,7 @@ class PeerLostError(RemoteError):
     """The peer answered before and is gone now: its endpoint closed or its heartbeats stopped."""
 
     retry = Retry.OTHER
-    remedy = "the other engine's log says why; prefill the requests that it was to send anew"
+    remedy = "the other engine's log says why; prefill again what it was to send"
 
 
 class TransferTimeoutError(RemoteError):
@@ -221,7 +221,7 @@ class ReadRefusedError(RemoteError):
     """The producer refused a read; subclasses say why."""
 
     retry = Retry.NEVER
-    remedy = "a router must hand kv_transfer_params on unchanged; prefill the request anew"
+    remedy = "a router must pass kv_transfer_params on unchanged; prefill the request again"
 
 
 class UnknownTransferError(ReadRefusedError):
@@ -234,7 +234,7 @@ class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
     retry = Retry.SAME
-    remedy = "prefill the request anew; lease.duration_s there must cover the wait in this engine's queue"
+    remedy = "prefill the request again; lease.duration_s there must cover the wait in this engine's queue"
 
 
 class OfferReclaimedError(LeaseExpiredError):
@@ -251,20 +251,20 @@ class TransferAbortedError(ReadRefusedError):
     """The request was aborted on one of the two sides."""
 
     retry = Retry.SAME
-    remedy = "prefill the request anew, if it is still wanted"
+    remedy = "prefill the request again, if it is still wanted"
 
 
 class StaleIncarnationError(ReadRefusedError):
     """The message was meant for an earlier start of the engine, which has been restarted since."""
 
     retry = Retry.SAME
-    remedy = "that engine was restarted and has lost the blocks: prefill the request anew"
+    remedy = "that engine was restarted and has lost the blocks: prefill the request again"
 
 
 def retry_of(reason: str) -> Retry:
     """Return where a request may be sent again, by the reason in a worker's output: an error's class, a colon, a text.
 
-    A class that is not known here is taken for `KVConnectorError`.
+    An unknown class counts as `KVConnectorError`.
     """
     name, kinds = reason.partition(":")[0], [KVConnectorError]
     while kinds:

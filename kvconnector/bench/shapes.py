@@ -99,7 +99,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_layers: int = 0
     groups: tuple[LayerGroup, ...] = ()
     assumptions: tuple[str, ...] = ()
-    """What was not known of the model, and is taken for so, in words."""
+    """What was not known of the model and was assumed, in words."""
 
     def __post_init__(self) -> None:
         most = {"num_layers": MAX_LAYERS, "num_kv_heads": MAX_COUNT, "head_dim": MAX_COUNT}

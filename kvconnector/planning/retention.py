@@ -1,7 +1,7 @@
 """`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed. Of a
 compressed group (`GroupGeometry.row_tokens`) the answer is in rows, and the question in tokens.
 
-After a prefix hit different groups may lack different tokens, so each answers for itself.
+After a prefix hit different groups may lack different tokens, so each group decides on its own.
 """
 
 from __future__ import annotations

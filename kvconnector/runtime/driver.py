@@ -188,7 +188,7 @@ class Driver:
             try:
                 self.ports.links.send(link, reply)
             except KVConnectorError as error:
-                self.links.lose(link, error)  # it would go on with what it has mapped
+                self.links.lose(link, error)  # it would keep using what it has mapped
                 continue
             if self._is_cuda_exported:
                 self.links.note_mapping(link, may_map=True)
@@ -399,7 +399,7 @@ class Driver:
 
     def _refuse(self, event: object, link: Link | None, error: KVConnectorError) -> None:
         """Log an event that a session refused: the engine's mistake, a peer's message at the wrong time, or a bug. The
-        session has not changed, and goes on.
+        session has not changed, and continues.
         """
         peer = "this engine" if link is None else self.links.peer_of(link)
         self.links.refusals.note(f"{peer}'s {kind_of(event).__name__}", type(error).__name__, error)

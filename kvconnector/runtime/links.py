@@ -329,7 +329,7 @@ class Links:
         """Send a message with the others of the driver's turn. No effect on a lost link.
 
         Raises:
-            MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link goes on: whose message
+            MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link stays: whose message
                 it is fails.
         """
         connection = self._connections.get(link)

@@ -190,7 +190,7 @@ class Worker:
         can no longer read its blocks. It leaves greetings, and copies on CPUs, to the driver's thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
-        alone, and the others go on: a load is reported as failed, and its producer notified; a lease is not granted,
+        alone, and the others continue: a load is reported as failed, and its producer notified; a lease is not granted,
         its readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
 
         On a GPU, call it while the model's stream is current: the orders' blocks are copied after the work queued on

@@ -6,7 +6,7 @@ Theory
 `WorkerFault` ends the worker: the data path's or the transport's own state is torn. A refusal of an order or a message
 (`is_refusal`) is raised before the handler has changed anything, so the driver logs it and nothing ends.
 
-*Who contains.* The innermost loop or table that knows whose event it was: a session for its requests, `Peers` and
+*What contains it.* The innermost loop or table that knows whose event it was: a session for its requests, `Peers` and
 `RemoteEngines` for their links, and loops over many records for each of them. So the records behind it in the same loop
 go on. The exception is noted once, where it is contained.
 

@@ -69,7 +69,7 @@ _S = LeaseState
 REFUSAL_OF = {
     LeaseState.RELEASED: (
         Refusal.UNKNOWN_TRANSFER,
-        "the transfer is complete: prefill the request anew",
+        "the transfer is complete: prefill the request again",
     ),
     LeaseState.EXPIRED: (Refusal.LEASE_EXPIRED, "the lease on the request's blocks has ended"),
     LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),

@@ -55,7 +55,7 @@ _S = LoadState
 _LACKS = {
     _S.WANTED: "the producer did not begin with the prompt before the load's deadline",
     _S.CONNECTING: "the producer was not greeted before the load's deadline",
-    _S.FOLLOWING: "the producer did not go on with the prompt before the load's deadline",
+    _S.FOLLOWING: "the producer computed no more of the prompt before the load's deadline",
     _S.READING: "the load made no progress before its deadline",
 }
 """The text of the error if a load's deadline passes in this state."""

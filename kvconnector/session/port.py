@@ -27,7 +27,7 @@ class LinkPort:
         """Send a control message. If the link is gone, `LinkLost` follows.
 
         Raises:
-            KVConnectorError: no message can carry these values. Nothing of it was sent, and the link goes on.
+            KVConnectorError: no message can carry these values. Nothing was sent, and the link stays.
         """
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:

@@ -21,7 +21,7 @@ from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_TEXT = 4096
-"""The most characters of a reason. Who sends a longer one cuts it; the `statement` of an error has no others."""
+"""The most characters of a reason. The sender cuts a longer one. The `statement` of an error has only these."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=PRINTED)]
 TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]

@@ -17,7 +17,7 @@ from kvconnector_kernels.relayout.sides import (
     check_copy,
 )
 
-# A larger copy leaves no second-level cache anything worth keeping, so it goes past the caches.
+# A larger copy leaves no second-level cache anything worth keeping, so it bypasses the caches.
 MIN_STREAMED_COPY_BYTES = 2 << 20
 
 

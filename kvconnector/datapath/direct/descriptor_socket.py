@@ -17,7 +17,7 @@ greeting; the socket's name is a digest of the nonce, which does not reveal it.
 
 *Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
 driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides, however slowly it comes.
-*Failures.* Whatever a question brings about, the thread goes on with the next one.
+*Failures.* If answering a consumer raises anything, the thread serves the next one.
 """
 
 from __future__ import annotations

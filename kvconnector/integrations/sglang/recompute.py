@@ -45,7 +45,7 @@ class Recomputer:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._lock = threading.Lock()
         self._reasons: dict[str, str] = {}
-        """Of each question whose request goes on, why the server refuses; "" if nothing is known against it."""
+        """For each open question, why the server refuses it; "" as long as it does not."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """For the loop's thread alone."""
         self._loop: asyncio.AbstractEventLoop | None = None

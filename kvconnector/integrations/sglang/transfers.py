@@ -17,7 +17,7 @@ engine has cached: the decode engine reads only what it lacks.
 On the decode side the worker greets the prefill engine when SGLang has looked up its address (`init`). The request is
 `BOOTSTRAPPING` until the prefill engine has given the prompt blocks, so SGLang allocates none for it before. If each
 engine could take memory for a request that the other one has no room for, both would wait for each other: one of them
-must come first, and the prefill engine needs nothing of the decode engine to go on. The worker loads once SGLang has
+must come first, and the prefill engine can proceed without the decode engine. The worker loads once SGLang has
 allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
 
 Each data-parallel rank of a server is an engine of its own. A router names the server only, so before the worker can

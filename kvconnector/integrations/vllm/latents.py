@@ -5,7 +5,7 @@ whatever their inside. Most are stored as this shape says: *rows*, one after the
 in *planes*: a page has the values of all of its rows, then the scales of all of its rows, then maybe padding. Their
 shape does not show it, and neither does their element type: rows of bytes may be either.
 
-If planes were taken for rows, a page that is not full would bring its values without their scales. So this table says
+If planes were treated as rows, a page that is not full would bring its values without their scales. So this table says
 how each known backend stores rows of each known width. Anything else is refused, because a page that is moved in the
 wrong order reads as numbers, only as wrong ones.
 """

@@ -1,15 +1,15 @@
 """A `MultiConnector` whose children load one request together, each a range of its prompt.
 
 vLLM's own `MultiConnector` loads a request from the first child that has any of its tokens. This one asks the children
-in order, each for the tokens after those of the one before: a cache tier has `[0, S)`, and `KVConnector` brings `[S,
-N)` from the prefill engine. The children need not know: each is asked for what follows `num_computed_tokens`, and gets
-the request's blocks and the number of tokens to load.
+in order, each for the tokens after those of the previous child: a cache tier has `[0, S)`, and `KVConnector` loads `[S,
+N)` from the prefill engine. The children do not know of each other: each is asked for what follows
+`num_computed_tokens`, and gets the request's blocks and the number of tokens to load.
 
 Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchronous loads are combined, because a
 synchronous load belongs to the step that uses it. States and windows are those at the end of the last range. vLLM
 allocates blocks for these only, so those that an earlier child has for other positions are not loaded.
 
-A tier goes on storing a finished request's blocks after vLLM has given them to other requests. `OffloadingConnector`
+A tier still stores a finished request's blocks after vLLM has given them to other requests. `OffloadingConnector`
 fences that: a step that computes into such a block first waits for the store. Up to vLLM 0.32 it does not see the
 blocks into which another connector loads, so they are added to its fence here. In 0.33 it does.
 

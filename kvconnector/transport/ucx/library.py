@@ -1,8 +1,8 @@
 """The UCX of this process: finding a libucp and loading it.
 
-Any libucp of a known version will do, whoever installed it: only C functions are called (`abi`, `libucp`). A process
-uses one, since two with the same file names would share halves of each other. So a libucp that something else has
-loaded, as ucxx does, is used where the setting leaves the choice open (`auto`), and excludes any other.
+Any libucp of a known version works, whichever package installed it: only C functions are called (`abi`, `libucp`). A
+process uses one, since two with the same file names would share halves of each other. So a libucp that something else
+has loaded, as ucxx does, is used where the setting leaves the choice open (`auto`), and excludes any other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Threads. One thread at a time uses a worker (mode `SERIALIZED`): the one that holds the driver lock. The
 compiled loop calls the same functions on the same worker, by their addresses, in the thread that runs the loop. UCX has
-a thread of its own, which accepts connections, and calls nothing of ours but `log`.
+a thread of its own, which accepts connections, and calls no code of this package but `log`.
 
 The GIL. Calls that may copy or wait for the kernel (creating and destroying, and `worker_progress` if asked) release
 it. The others return within microseconds and keep it, since releasing it costs more than the call when another Python

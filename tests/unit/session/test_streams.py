@@ -452,7 +452,7 @@ def test_a_second_reader_of_a_plain_offer_is_told_to_prefill_anew():
     harness.welcome(side)
     side.handle(harness.hold(), harness.done())
     (refused,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
-    assert "prefill the request anew" in refused.text
+    assert "prefill the request again" in refused.text
     side.handle(_granted(4), _granted(12, is_complete=True))
     named = m.TransferKey(transfer_id="u", secret=harness.SECRET)
     grown = GrowRequest("s", "u", harness.SECRET, harness.BLOCKS, Watermark(12))
@@ -509,7 +509,7 @@ def test_the_progress_timeout_starts_with_the_last_new_token():
     (ended,) = harness.of(
         side.handle(harness.heartbeat_reply(link)) + side.tick(harness.HEARTBEAT_S), "finish_load"
     )
-    assert "did not go on with the prompt" in str(ended.error)
+    assert "computed no more of the prompt" in str(ended.error)
     assert "reported_tokens=[0]" in str(ended.error)
 
 

@@ -5,7 +5,7 @@
 
 vLLM's scheduler asks for everything, in its own thread: `ensure_cache_available` begins to fetch an output and has the
 request wait until it is there, `request_finished` offers outputs to others. Its process also runs the worker that moves
-them, whose thread goes on while the engine is idle. vLLM's workers only copy between the shared pool and their own
+them, whose thread runs even while the engine is idle. vLLM's workers only copy between the shared pool and their own
 encoder caches, within a step. Nothing here blocks except these copies.
 
 Moving an output is the worker's part. The rest is what vLLM leaves to a connector: memory that its processes share,
