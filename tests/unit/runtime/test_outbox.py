@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import EngineAddress
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.outbox import Outbox
@@ -115,6 +115,22 @@ def test_refused_orders_end_the_requests_that_the_engine_waits_for():
     assert output.failed_sending == {"r": "KVConnectorError: asleep"}
     assert output.finished_sending == {"r"}
     assert output.begun == {"f"}
+
+
+def test_the_engine_learns_why_a_lease_was_aborted():
+    outbox = Outbox()
+    outbox.expect([hold(name) for name in ("read", "given up", "torn")])
+    outbox.released("read", "released")
+    unwanted = TransferAbortedError("nobody wants it")
+    outbox.released("given up", "aborted", error=unwanted)
+    outbox.released("torn", "aborted", error=KVConnectorError("a bug"))
+    output = outbox.take()
+    assert output.finished_sending == {"read", "given up", "torn"}
+    assert output.failed_sending == {
+        "given up": f"TransferAbortedError: {unwanted}",
+        "torn": "KVConnectorError: a bug",
+    }
+    assert output.stats.failures == {"KVConnectorError": 1}  # to give up is no failure
 
 
 def test_prompts_that_are_withdrawn_from_their_blocks_are_named():
