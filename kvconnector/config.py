@@ -72,13 +72,13 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     early_read_s: Positive = 5.0
     """How long a read may wait for its lease, since the router can be faster than the producer's next engine step."""
     early_follow_s: Positive = 120.0
-    """How long a consumer may follow a prompt before this engine gets the request, since a router asks both engines at
-    once and this one's queue may be longer. After that it is refused.
+    """How long a consumer may wait for a prompt before this engine gets the request, since a router asks both engines
+    at once and this one's queue may be longer. After that the consumer is refused.
     """
     reclaim_above: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    """While more than this share of a cache group's blocks is held for consumers, the oldest requests that none has
-    asked for within `peer.heartbeat_interval_s` are taken back. Consumers that come later get `OfferReclaimedError`. 1
-    is never: how late a router asks decode engines is known only to who runs it.
+    """While more than this share of a cache group's blocks is held for consumers, the producer withdraws the oldest
+    requests that no consumer has asked for within `peer.heartbeat_interval_s`. Consumers that come later get
+    `OfferReclaimedError`. 1 means never, since only the operator knows how late a router asks decode engines.
     """
 
 
@@ -86,7 +86,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Liveness of peers. Every wait for a peer ends by one of these."""
 
     hello_timeout_s: Positive = 10.0
-    """From the first connection attempt to a usable session. An engine that is not known has three times as long."""
+    """From the first connection attempt to a usable session. An engine that was never met has three times as long."""
     max_unknown_engines: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Engines never met before that a consumer rank greets at once; others wait for their turn. Requests may name any
     number of addresses, and each takes a few descriptors until it has answered or its time is over.
@@ -100,8 +100,8 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     transfer_timeout_s: Positive = 60.0
     """A read that made no progress for this long fails."""
     progress_timeout_s: Positive = 600.0
-    """A prompt that is read while it is computed fails after this long without a new token, its time in the producer's
-    queue included.
+    """A load that reads a prompt while it is computed fails after this long without a new token, the time in the
+    producer's queue included.
     """
     backoff_initial_s: Positive = 1.0
     """First pause before a lost peer is tried again; doubles up to `backoff_max_s`."""
@@ -132,8 +132,8 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How reads may travel. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """`auto`: a consumer reads its producer's pools itself wherever it can, which takes one host. `always`: the same,
-    with a warning where it cannot. `never`: it does not, and this worker's pools are not shown to its consumers.
+    """`auto`: a consumer reads its producer's pools itself wherever it can, which needs both on one host. `always`: the
+    same, with a warning where it cannot. `never`: it does not, and this worker does not share its pools, either.
     """
     shared_folder: str = ""
     """A folder that engines in other containers of this node also mount, such as a volume of both pods, so that
@@ -194,20 +194,20 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     paths: PathsConfig = PathsConfig()
     ucx: UcxConfig = UcxConfig()
     slow_load_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
-    """A load that keeps its blocks waiting for longer is logged, with what it waited for; 0 logs none."""
+    """If a load keeps its blocks waiting for longer, the log says what it waited for; 0 logs none."""
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest after each chunk, and consumers check it before they unpack. All reads
     are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow: use it to find what damages
     bytes. Engines that read from each other need the same value. Needs the extra `checksum`.
     """
     convert: Literal["auto", "never"] = "auto"
-    """`auto`: elements change their type on the way where two engines' caches differ in it, as from bf16 to fp8.
-    `never`: engines whose caches have other types or scales are refused.
+    """`auto`: elements are converted on the way if the two engines' caches have different types or scales, as from bf16
+    to fp8. `never`: such engines are refused.
     """
     engine_versions: Literal["known", "checked", "any"] = "checked"
-    """Which releases of vLLM and SGLang may run. `known`: those that were tested. `checked`: also those that have all
-    that is used of them, compared by their sources at start, with a warning. `any`: all. It is read before all other
-    settings, so set the variable `KVCONNECTOR_ENGINE_VERSIONS`.
+    """Which releases of vLLM and SGLang may run. `known`: those that were tested. `checked`: also others, with a
+    warning, if their sources have everything that kvconnector uses, which is checked at start. `any`: all. It is read
+    before all other settings, so set the variable `KVCONNECTOR_ENGINE_VERSIONS`.
     """
 
     def __post_init__(self) -> None:
