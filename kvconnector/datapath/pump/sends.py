@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,6 @@ from kvconnector.datapath.pump.programs import Program, Programs
 from kvconnector.datapath.pump.state import error_of
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
-from kvconnector.layout import GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
@@ -58,7 +56,6 @@ class Sends(Programs[Sending]):
         self._endpoints: dict[Link, int] = {}
         """The endpoints to consumer workers."""
         self._quarantine_s = config.peer.timeout_s
-        self._has_sent = False
         self.may_hold_slots = False
         """True if sends that were stopped may have left slots in flight."""
 
@@ -106,18 +103,10 @@ class Sends(Programs[Sending]):
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._transport.disconnect(self._endpoints.pop(link))
 
-    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """Prepare for a read of these blocks, if reads have been packed before. The read's `Send` has the same
-        sequence.
-        """
-        if self._has_sent:
-            self.loop.copies.expect(blocks)
-
     def submit(self, send: Send) -> None:
         """Stream a read to a consumer worker. `SendOver` follows."""
         loop, endpoint = self.loop, self._endpoints.get(send.link)
         loop.stay_awake()
-        self._has_sent = True
         try:
             if endpoint is None:
                 raise PeerLostError("the consumer's endpoint was closed")
