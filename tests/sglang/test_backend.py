@@ -1,5 +1,7 @@
 """The backend's classes, called as by SGLang's queues, with SGLang's pools, metadata and hooks, and real workers."""
 
+import asyncio
+import logging
 import secrets
 import time
 from array import array
@@ -15,10 +17,12 @@ from kvconnector.errors import (
     GeometryError,
     LeaseExpiredError,
     LocalError,
+    MemoryInUseError,
     RemoteError,
     TransferAbortedError,
 )
 from kvconnector.integrations.identity import digest_of
+from kvconnector.integrations.sglang import of_release
 from kvconnector.integrations.sglang.digests import PromptDigests
 from tests.sglang.listed import hybrid_pool, listed
 from tests.sglang.pure.registry import PrefillApi, Registry
@@ -600,3 +604,102 @@ def _busy(device):
     """Keep the current stream busy, so that a read which does not wait for it finds old bytes."""
     if device != "cpu":
         torch.cuda._sleep(100_000_000)
+
+
+class Updater:
+    """SGLang's scheduler at what releases memory, with our hooks, for the rank of one side."""
+
+    def __init__(self, side, mode):
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        queue = SimpleNamespace(
+            kv_manager=side.manager,
+            release_memory_occupation=side.manager.deregister_buffer_to_engine,
+            resume_memory_occupation=side.manager.register_buffer_to_engine,
+        )
+        name = f"disagg_{'prefill_bootstrap' if mode == 'prefill' else 'decode_prealloc'}_queue"
+        self.scheduler = SimpleNamespace(
+            _engine_paused=False, disaggregation_mode=DisaggregationMode(mode), **{name: queue}
+        )
+        self.offload_tags, self.calls = set(), []
+        self.memory_saver_adapter = SimpleNamespace(
+            pause=lambda tag: self.calls.append(("pause", tag)),
+            resume=lambda tag: self.calls.append(("resume", tag)),
+        )
+
+    def is_fully_idle(self, **_):
+        return True
+
+    def flush_cache(self):
+        self.calls.append("flush")
+
+    def release(self, *tags):
+        from sglang.srt.managers import io_struct
+        from sglang.srt.managers.scheduler_components import weight_updater
+
+        request = io_struct.ReleaseMemoryOccupationReqInput(tags=[*tags])
+        return weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation(self, request)
+
+    def resume(self, *tags):
+        from sglang.srt.managers import io_struct
+        from sglang.srt.managers.scheduler_components import weight_updater
+
+        request = io_struct.ResumeMemoryOccupationReqInput(tags=[*tags])
+        return weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation(self, request)
+
+
+def fan_out(*answers, backend="kvconnector"):
+    """Return what SGLang's server does with the answers of its schedulers."""
+
+    async def communicator(request):
+        return answers
+
+    async def original(manager, request, *others):
+        await communicator(request)
+
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(disaggregation_transfer_backend=backend),
+        auto_create_handle_loop=lambda: None,
+        release_memory_occupation_communicator=communicator,
+    )
+    return asyncio.run(of_release(original, manager, None, None))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_memory_in_use_is_not_released_and_the_scheduler_goes_on(
+    backend, monkeypatch, caplog, mode
+):
+    def never_ends(timeout_s):
+        raise MemoryInUseError("transfers did not end in time", requests=["r"])
+
+    with _sides(backend, "cpu") as sides, caplog.at_level(logging.WARNING):
+        side = sides[mode == "decode"]
+        updater = Updater(side, mode)
+        with monkeypatch.context() as patch:
+            patch.setattr(side.manager.worker, "quiesce", never_ends)
+            kept = updater.release("kv_cache")
+            updater.release("cuda_graph")
+        assert updater.calls == [("pause", "cuda_graph")]
+        updater.resume("kv_cache", "cuda_graph")  # a scheduler without our hook would end
+        updater.resume("kv_cache")
+        assert updater.calls == [("pause", "cuda_graph"), ("resume", "cuda_graph")]
+        released = updater.release("kv_cache")
+        assert updater.calls[2:] == [("pause", "kv_cache"), "flush"]
+        updater.resume("kv_cache")
+        assert updater.calls[4:] == [("resume", "kv_cache")]
+        with pytest.raises(LocalError, match="did not end in time") as refused:
+            fan_out(released, kept)
+        assert refused.value.context["servers"] == "1 of 2"
+        assert fan_out(released, released) is None
+        assert fan_out(kept, backend="nixl") is None
+    assert "no memory is released: rank" in caplog.text
+
+
+def test_a_rank_whose_transfers_have_ended_goes_on_if_anothers_have_not(backend, monkeypatch):
+    with _sides(backend, "cpu") as (prefill, _):
+        resumed = []
+        monkeypatch.setattr(prefill.manager, "register_buffer_to_engine", lambda: resumed.append(1))
+        monkeypatch.setattr(backend, "gather", lambda own, _: [own, b'"another rank: in use"  '])
+        updater = Updater(prefill, "prefill")
+        assert updater.release("kv_cache").rid == "kvconnector: another rank: in use"
+        assert (updater.calls, resumed) == ([], [1])

@@ -1,20 +1,23 @@
 """The entry point of the SGLang backend. SGLang's plugin loader calls `register` in every process.
 
 SGLang lists its transfer backends in an Enum and finds their classes with a chain of comparisons. `register` replaces
-the Enum by one that has our backend too, and wraps the lookup. It imports and changes nothing else, because it also
-runs where another backend is chosen.
+the Enum by one that has our backend too, and wraps the lookup. In a server's main process it also wraps the request to
+release memory, so that one that failed has an error for its answer. It imports and changes nothing else, because it
+also runs where another backend is chosen.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+from kvconnector.errors import LocalError
 from kvconnector.integrations.contract import Sources, admit, differences, policy_of
 from kvconnector.integrations.sglang import used
 
@@ -23,6 +26,11 @@ logger = logging.getLogger(__name__)
 NAME = "kvconnector"
 KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 UTILS = "sglang.srt.disaggregation.utils"
+CONTROLS = "sglang.srt.managers.tokenizer_control_mixin"
+NOT_RELEASED = "kvconnector: "
+"""What begins the `rid` of an answer of SGLang's scheduler that released no memory. These answers have no field for an
+error, and no use for their `rid`. The reason follows.
+"""
 
 
 def register() -> None:
@@ -70,6 +78,9 @@ def install() -> None:
     extended = make_enum("TransferBackend", members, module=UTILS)
     HookRegistry.register(f"{UTILS}.TransferBackend", extended, HookType.REPLACE)
     HookRegistry.register(f"{UTILS}.get_kv_class", _class_of, HookType.AROUND)
+    if CONTROLS in sys.modules:  # where requests for it come
+        release = f"{CONTROLS}.TokenizerControlMixin.release_memory_occupation"
+        HookRegistry.register(release, of_release, HookType.AROUND)
 
 
 def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any) -> Any:
@@ -80,6 +91,23 @@ def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any
     from kvconnector.integrations.sglang.backend import CLASSES
 
     return CLASSES.get(class_type.value)
+
+
+async def of_release(original: Callable[..., Any], manager: Any, obj: Any, *others: Any) -> None:
+    """Have all schedulers release memory, as SGLang does. Raises LocalError: one has not, because it is in use."""
+    if manager.server_args.disaggregation_transfer_backend != NAME:
+        await original(manager, obj, *others)
+        return
+    manager.auto_create_handle_loop()
+    answers = [each.rid or "" for each in await manager.release_memory_occupation_communicator(obj)]
+    if kept := [
+        each.removeprefix(NOT_RELEASED) for each in answers if each.startswith(NOT_RELEASED)
+    ]:
+        raise LocalError(
+            "no memory was released, and transfers go on: some did not end in time",
+            reasons=kept,
+            servers=f"{len(kept)} of {len(answers)}",
+        )
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
@@ -31,6 +32,10 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqOutput,
+)
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import (
     attention_backends,
@@ -44,7 +49,7 @@ from torch import distributed
 
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
-from kvconnector.integrations.sglang import check_release
+from kvconnector.integrations.sglang import NOT_RELEASED, check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.numbers import numbers_of_pool
@@ -75,6 +80,8 @@ ADMISSIONS = (
     f"{PREFILL_QUEUE}._check_if_req_exceed_kv_capacity",
 )
 """What both queues call with each new request, before anything else looks at its fields."""
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+RELEASE, RESUME = f"{UPDATER}.release_memory_occupation", f"{UPDATER}.resume_memory_occupation"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
 
@@ -104,7 +111,7 @@ class KVManager(RankTransfers, BaseKVManager):
         refuse_unsupported(_facts(args, server_args, is_prefill=is_prefill))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         parallel = get_parallel()
-        group = parallel.world_group.cpu_group
+        self._group = group = parallel.world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
         first, *_ = gather(msgspec.json.encode(own), group)
         token, port = msgspec.json.decode(first, type=tuple[str, int])
@@ -173,6 +180,16 @@ class KVManager(RankTransfers, BaseKVManager):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - wildcards
         self.register(HostPort(host, port), row)
 
+    def why_none_may_sleep(self) -> str:
+        """End the transfers of all ranks, each of which calls this. Returns "", or why no rank may release its pools'
+        memory, which not all could let go of. Then transfers go on.
+        """
+        found = gather(msgspec.json.encode(self.why_in_use()), self._group)
+        problems = [text for each in found if (text := msgspec.json.decode(each, type=str))]
+        if problems:
+            self.register_buffer_to_engine()
+        return "; ".join(problems)
+
     def register_to_bootstrap(self) -> None:
         """Do nothing: the rank has registered."""
 
@@ -219,6 +236,8 @@ def hook_queues() -> None:
     HookRegistry.register(CREATE_SENDER, create_sender, HookType.AROUND)
     HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)
     HookRegistry.register(REDUCTION, agree, HookType.AROUND)
+    HookRegistry.register(RELEASE, release_memory, HookType.AROUND)
+    HookRegistry.register(RESUME, resume_memory, HookType.AROUND)
     for method in ADMISSIONS:
         HookRegistry.register(method, refuse_malformed, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -239,6 +258,44 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     prepare_abort(req, problem, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
     return True
+
+
+def release_memory(original: Callable[[Any, Any], Any], updater: Any, request: Any) -> Any:
+    """Release no memory, on no rank, if a transfer on one of them does not end: a hook around SGLang's method of the
+    scheduler, which an exception would end. The request's answer says so (see `of_release`).
+    """
+    manager = _manager_of(updater.scheduler)
+    tags = request.tags or GPU_MEMORY_ALL_TYPES
+    if manager is None or GPU_MEMORY_TYPE_KV_CACHE not in tags:
+        return original(updater, request)
+    problem = manager.why_none_may_sleep()
+    if not problem:
+        return original(updater, request)
+    logger.error("no memory is released: %s", problem)
+    return ReleaseMemoryOccupationReqOutput(rid=f"{NOT_RELEASED}{problem}")
+
+
+def resume_memory(original: Callable[[Any, Any], Any], updater: Any, request: Any) -> Any:
+    """Resume only what was released, since SGLang's scheduler ends if that is less than what it is to resume: a hook
+    around its method.
+    """
+    asked = request.tags or GPU_MEMORY_ALL_TYPES
+    released = [tag for tag in asked if tag in updater.offload_tags]
+    if len(released) == len(asked):
+        return original(updater, request)
+    logger.warning("of %s only %s was released, and is resumed", asked, released or "nothing")
+    if not released:
+        return ResumeMemoryOccupationReqOutput()
+    return original(updater, msgspec.structs.replace(request, tags=released))
+
+
+def _manager_of(scheduler: Any) -> KVManager | None:
+    """Return the rank's manager, None if it has none."""
+    for name in ("disagg_decode_prealloc_queue", "disagg_prefill_bootstrap_queue"):
+        manager = getattr(getattr(scheduler, name, None), "kv_manager", None)
+        if isinstance(manager, KVManager):
+            return manager
+    return None
 
 
 def create_sender(

@@ -15,7 +15,7 @@ import torch
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.address import HostPort
 from kvconnector.control.zmq import ControlChannel
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
 from kvconnector.integrations.sglang.digests import PromptDigests
@@ -98,7 +98,7 @@ class RankTransfers:
         self.rows = MetadataRows(args, shape.device)
         groups, kinds = registered_groups(args, shape, self.rows)
         self.layout = Layout(kinds, args.page_size, len(args.state_types))
-        rank = Rank(shape.pp_rank, shape.replica * shape.tp_size + shape.tp_rank)
+        self.rank = rank = Rank(shape.pp_rank, shape.replica * shape.tp_size + shape.tp_rank)
         self.worker = Worker(
             config,
             rank=rank,
@@ -224,8 +224,20 @@ class RankTransfers:
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Do nothing: what `is_abort_release_safe` looks at ends by itself."""
 
+    def why_in_use(self) -> str:
+        """End all transfers, before SGLang releases the pools' memory. Returns "", or why it must not: then transfers
+        go on after `register_buffer_to_engine`.
+        """
+        try:
+            self.worker.quiesce(QUIESCE_S)
+        except KVConnectorError as error:
+            return f"rank {self.rank} of {self.config.engine_id}: {error}"
+        return ""
+
     def deregister_buffer_to_engine(self) -> None:
-        """End all transfers before SGLang releases the pools' memory. Raises MemoryInUseError: one goes on too long."""
+        """End all transfers before SGLang releases the pools' memory. Raises MemoryInUseError: one goes on too long,
+        which `why_in_use` has found first.
+        """
         self.worker.quiesce(QUIESCE_S)
 
     def register_buffer_to_engine(self) -> None:

@@ -30,6 +30,7 @@ CALLERS = (PREFILL, DECODE, "srt/managers/scheduler.py")
 POOLS = "srt/mem_cache/memory_pool.py"
 WINDOWS = "srt/mem_cache/swa_memory_pool.py"
 CONTEXT = "srt/runtime_context.py"
+UPDATER = "srt/managers/scheduler_components/weight_updater.py:SchedulerWeightUpdaterManager"
 OF_REFUSED = frozenset(
     {
         "_ensure_prefill_recompute_executor",  # prefill engines of which nothing is known
@@ -125,6 +126,16 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
     Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),
+    Name(f"{UPDATER}.release_memory_occupation", ("recv_req",)),
+    Name(f"{UPDATER}.resume_memory_occupation", ("recv_req",)),
+    Mentioned("srt/managers/scheduler_components/weight_updater.py", ("offload_tags", "scheduler")),
+    Fields("srt/managers/io_struct.py:BaseReq", ("rid",)),
+    Name("srt/managers/io_struct.py:ReleaseMemoryOccupationReqOutput"),
+    Name("srt/managers/io_struct.py:ResumeMemoryOccupationReqOutput"),
+    Unchanged(
+        "srt/managers/tokenizer_control_mixin.py:TokenizerControlMixin.release_memory_occupation",
+        ("dcbcf270d5cfce38",),
+    ),
     Name(f"{UTILS}:prepare_abort", ("req", "error_message", "status_code")),
     Name(f"{CONTEXT}:get_parallel"),
     Name(f"{CONTEXT}:get_disagg"),
