@@ -292,6 +292,16 @@ def test_compressed_rows_and_states_are_where_sglang_stores_them():
             )
             assert _bytes_at(values, block, 0, row) == expected
             assert _bytes_at(factors, block, 0, row)[:7] == scales[at].numpy().tobytes()
+    slots = torch.tensor([64 + 37, 63])
+    keys = torch.randint(0, 120, (2, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(2)
+    pool.c4_indexer_kv_pool.set_index_k_scale_buffer(0, slots, keys, scales)
+    # those of the layer with rows of 4 follow its latents, whose planes are two
+    values, factors = groups["c4"].views[1][2:]
+    for at, slot in enumerate(slots.tolist()):
+        block, row = divmod(slot, 64)
+        assert _bytes_at(values, block, 0, row) == keys[at].view(torch.uint8).numpy().tobytes()
+        assert _bytes_at(factors, block, 0, row) == scales[at].numpy().tobytes()
     for states, kind, part in (
         (pool.compress_state_pools[1], "c4-state", 0),
         (pool.indexer_compress_state_pools[1], "c4-state", 1),
