@@ -1,10 +1,13 @@
 from pathlib import Path
 
+from kvconnector.agenda import MAX_AT_ONCE
 from kvconnector.session.consumer import LOAD_TABLE
 from kvconnector.session.engines import ENGINE_TABLE
 from kvconnector.session.peers import PEER_TABLE
-from kvconnector.session.producer import LEASE_TABLE
+from kvconnector.session.producer import LEASE_TABLE, MAX_REMEMBERED_LEASES
+from kvconnector.wire.messages import MAX_NAMED
 
+PAGE = Path(__file__).parents[3] / "docs/protocol.md"
 TABLES = (LEASE_TABLE, PEER_TABLE, LOAD_TABLE, ENGINE_TABLE)
 
 
@@ -27,7 +30,17 @@ def mermaid(table):
 
 
 def test_the_protocol_page_shows_the_state_tables():
-    text = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
+    text = PAGE.read_text()
     for table in TABLES:
         diagram = f"```mermaid\n{mermaid(table)}\n```"
         assert diagram in text, f"put the diagram of {table.name} into docs/protocol.md"
+
+
+def test_the_protocol_page_has_the_numbers_of_the_code():
+    text = " ".join(PAGE.read_text().split())
+    for words in (
+        f"is handled for {MAX_AT_ONCE} of them at a time",
+        f"names at most {MAX_NAMED} transfers",
+        f"remembers how its last {MAX_REMEMBERED_LEASES:,} leases ended",
+    ):
+        assert words in text
