@@ -11,15 +11,18 @@ Here a `Finder` answers at once, if the address was asked before and its request
 its thread hands each address to a few workers, one question at a time, so an address that does not answer delays no
 others that do. A `Poster` has one thread, and repeats what fails. Nothing here blocks SGLang's thread.
 
-*Clock.* A wait has no deadline here: who asked gives up (`forget`) at its own.
+*Clock.* An answer takes at most `ANSWER_S`, however it comes: a client may name an address where bytes come one by one.
+The wait for a room has no deadline here: who asked gives up (`forget`) at its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -29,13 +32,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnector.control.address import HostPort, parse_address
-from kvconnector.errors import ConfigError
 from kvconnector.ids import MAX_PORT
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
-"""Seconds for one answer of a registry."""
+"""Seconds for one answer of a registry, from the question to its last byte."""
 MAX_ANSWER_BYTES = 1 << 20
 OK = 200
 PAUSES_S = (0.002, 0.005, 0.01, 0.02)
@@ -58,11 +60,43 @@ def registry_key(room: int) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
+class _Incoming(io.RawIOBase):
+    """What comes through a socket until `until_s`, however little at a time. `whole` is the file of it that the base
+    class of answers has opened, and keeps it open. Raises TimeoutError: the time is over.
+    """
+
+    def __init__(self, connection: socket.socket, whole: io.BufferedIOBase, until_s: float) -> None:
+        self._socket, self._whole, self._until_s = connection, whole, until_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0.0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left_s)
+        return self._socket.recv_into(memory)
+
+    def close(self) -> None:
+        super().close()
+        self._whole.close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer that is complete within `ANSWER_S`."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
+        super().__init__(sock, *arguments, **named)
+        self.fp = io.BufferedReader(_Incoming(sock, self.fp, time.monotonic() + ANSWER_S))
+
+
 class Asker:
     """One connection to a registry, kept open between questions. For one thread at a time."""
 
     def __init__(self, address: HostPort) -> None:
         self._connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
+        self._connection.response_class = _Response
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -88,13 +122,15 @@ class Asker:
             raise OSError(f"status {status}: {text[:200]}")
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
 
     def _answer(self, method: str, path: str, payload: str | None) -> tuple[int, str]:
         if self._closed.is_set():
             raise OSError("closed")
         try:
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(ANSWER_S)  # the last answer has left less
             self._connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = self._connection.getresponse()
             text = response.read(MAX_ANSWER_BYTES).decode(errors="replace")
@@ -343,7 +379,7 @@ class Finder:
             found = self._resolve(server, wanted)
         except OSError as error:
             trouble = str(error)
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        except Exception as error:  # whatever it is, the server is asked again
             trouble = f"its answer is malformed: {type(error).__name__}: {error}"
         with self._changed:
             server.is_asked = False

@@ -8,7 +8,9 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Registry:
-    """It listens at once. `asked` has the paths of all questions, `rooms` the rank of each room's number."""
+    """It listens at once. `asked` has the paths of all questions, `rooms` the rank of each room's number. What `answer`
+    returns is sent as JSON, bytes as they are.
+    """
 
     def __init__(self, port=0):
         self.rows, self.rooms, self.asked = [], {}, []
@@ -28,7 +30,7 @@ class Registry:
                 registry.asked.append(url.path)
                 query = {name: values[0] for name, values in parse_qs(url.query).items()}
                 status, answer = registry.answer(self.command, url.path, query, body)
-                text = json.dumps(answer).encode()
+                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(text)))

@@ -1,8 +1,9 @@
 """Decode ranks find the engine that has a request by the prefill server's registry, and block nothing meanwhile."""
 
 import socket
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,13 @@ from kvconnector.errors import (
     RemoteProtocolError,
     UnknownRequestError,
 )
-from kvconnector.integrations.sglang.registry import Finder, Found, Poster, registry_key
+from kvconnector.integrations.sglang.registry import (
+    WORKERS,
+    Finder,
+    Found,
+    Poster,
+    registry_key,
+)
 from kvconnector.integrations.sglang.transfers import Stage
 from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
@@ -151,6 +158,49 @@ def test_an_address_that_does_not_answer_delays_no_other(finder, registry):
             finder.forget(silent, room)
 
 
+@contextmanager
+def _dripping():
+    """Yield the address of a server whose answers never end: a byte comes at a time."""
+    is_over = threading.Event()
+
+    def drip(connection):
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+            while not is_over.wait(0.01):
+                connection.sendall(b"x")
+
+    def serve():
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = listener.accept()
+                threads.append(threading.Thread(target=drip, args=(connection,)))
+                threads[-1].start()
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        yield HostPort("127.0.0.1", listener.getsockname()[1])
+        is_over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join()
+
+
+def test_servers_whose_answers_never_end_delay_no_other_for_long(finder, registry, monkeypatch):
+    monkeypatch.setattr("kvconnector.integrations.sglang.registry.ANSWER_S", 0.2)
+    registry.rows = [_row(0, 1)]
+    with ExitStack() as stack:
+        endless = [stack.enter_context(_dripping()) for _ in range(WORKERS)]
+        for address in endless:
+            finder.want(address, 1, None)
+        _until(lambda: all(finder._servers[each].is_asked for each in endless))
+        finder.want(_at(registry), 4, None)
+        _until_found(finder, _at(registry), 4)
+        _until(lambda: all("timed out" in finder.trouble(each) for each in endless))
+        for address in endless:
+            finder.forget(address, 1)
+
+
 def test_a_question_never_blocks_who_asks(finder):
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
         started = time.monotonic()
@@ -166,8 +216,10 @@ def test_a_question_never_blocks_who_asks(finder):
         (200, []),
         (200, {"dp_size": "x"}),
         (200, {"dp_size": 0}),
+        (200, {"dp_size": float("inf")}),
         (200, "text"),
         (200, None),
+        pytest.param((200, b"[" * 100_000), id="nested too deeply"),
     ],
     ids=str,
 )
