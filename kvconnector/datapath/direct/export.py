@@ -13,6 +13,7 @@ from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.descriptor_socket import Segments, close_handles
 from kvconnector.datapath.direct.segments import (
     Mapping,
+    check_number,
     num_blocks_inside,
     runs_of,
     segments_of,
@@ -135,7 +136,7 @@ def memory_of(
     """Return the allocations that hold CUDA memory, and the segments that hold what is in none, both ascending.
 
     Raises:
-        TransportError: some of it has no handle by which it can be shared.
+        TransportError: some of it has no handle by which it can be shared, or it is in too many segments.
     """
     allocations: list[IpcAllocation] = []
     others: list[tuple[int, int]] = []
@@ -150,6 +151,7 @@ def memory_of(
             others.append((start, stop))
             reason = error
     segments = segments_of(others, driver.segment_at)
+    check_number(len(segments))
     if reason is not None and not segments:
         raise reason
     kinds = driver.check_shareable(segments)

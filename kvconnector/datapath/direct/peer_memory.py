@@ -18,7 +18,7 @@ from kvconnector.datapath.direct.descriptor_socket import (
     fetch_descriptors,
     fetch_segments,
 )
-from kvconnector.datapath.direct.segments import Area, areas_of
+from kvconnector.datapath.direct.segments import Area, areas_of, check_number
 from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
@@ -144,10 +144,11 @@ def map_segments(
         The address here of each area: of all segments that follow each other. And by which handles, for the log.
 
     Raises:
-        TransportError: The GPUs cannot reach each other's memory, the driver or the producer refuses, or it takes
-            longer than `MAP_LIMIT_S`.
+        TransportError: The GPUs cannot reach each other's memory, the driver or the producer refuses, there are too
+            many segments, or it takes longer than `MAP_LIMIT_S`.
         PeerLostError: The producer has ended.
     """
+    check_number(sum(run.count for run in export.segments))
     until_s = time.monotonic() + MAP_LIMIT_S
     place = shared_folder or f"/proc/{export.pid}/fd/{export.socket_fd}"
     driver, found, how = CudaDriver(), [], set[str]()

@@ -14,7 +14,23 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from kvconnector.errors import TransportError
 from kvconnector.wire.export import SegmentRun
+
+MAX_MAPPED_SEGMENTS = 20_000
+"""Most segments that consumers map. A greeting maps them all, 0.24 ms each, and the driver does nothing else meanwhile:
+more would be given up after `peer_memory.MAP_LIMIT_S`, by every consumer again."""
+
+
+def check_number(num_segments: int) -> None:
+    """Raise TransportError: memory is in more segments than consumers map."""
+    if num_segments > MAX_MAPPED_SEGMENTS:
+        raise TransportError(
+            "the GPU memory is in too many segments to be mapped while others wait, so it is read packed: allocate it"
+            " in larger pieces",
+            segments=num_segments,
+            most=MAX_MAPPED_SEGMENTS,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvconnector.datapath.direct import cuda_driver, descriptor_socket, peer_memory
+from kvconnector.datapath.direct import segments as segments_module
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.descriptor_socket import fetch_segments
@@ -329,6 +330,30 @@ def test_memory_that_takes_too_long_to_map_is_left_and_undone(cuda, board, monke
     assert len(cuda.mapped) == 200
     assert len(cuda.reserved) == 1
     assert cuda.is_clean()
+
+
+def test_more_segments_than_can_be_mapped_in_time_are_neither_exported_nor_asked_for(
+    cuda, board, monkeypatch
+):
+    there = cuda.lay_out([2 * MiB] * 5)
+    ranges = [(there, there + 10 * MiB)]
+    export = export_of(board, cuda, ranges)
+    monkeypatch.setattr(segments_module, "MAX_MAPPED_SEGMENTS", 4)
+    with pytest.raises(TransportError, match="allocate it in larger pieces") as refused:
+        memory_of(CudaDriver(), ranges)
+    assert refused.value.context == {"segments": 5, "most": 4}
+    with (
+        no_descriptor_left(),
+        pytest.raises(TransportError, match="too many segments"),
+        ExitStack() as opened,
+    ):
+        map_segments(export, "cuda:0", "", opened)
+    assert not cuda.calls["export"]
+    assert len(cuda.reserved) == 1  # of the producer
+    monkeypatch.setattr(segments_module, "MAX_MAPPED_SEGMENTS", 5)
+    with ExitStack() as opened:
+        (area,), _ = map_segments(export_of(board, cuda, ranges), "cuda:0", "", opened)
+    assert area[:2] == (there, 10 * MiB)
 
 
 def test_another_gpu_that_cannot_be_reached_is_refused_and_undone(cuda, board):
