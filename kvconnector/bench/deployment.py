@@ -51,12 +51,12 @@ class Deployment:
         return dict(zip(("prefill", "decode"), both, strict=True))
 
     def without_conversion(self) -> Deployment | None:
-        """Return engines that both have the prefill engine's type; None if these have one type."""
+        """Return engines that both have the prefill engine's type and scale; None if these are alike in them."""
         shapes = self.shapes
-        dtype = shapes["prefill"].dtype
-        if shapes["decode"].dtype == dtype:
+        writer, reader = shapes["prefill"], shapes["decode"]
+        if (writer.dtype, writer.scale) == (reader.dtype, reader.scale):
             return None
-        plain = {name: replace(shape, dtype=dtype) for name, shape in shapes.items()}
+        plain = {name: shape.with_elements_of(writer) for name, shape in shapes.items()}
         return Deployment(replace(self.options, **plain), self.in_flight)
 
     @property

@@ -35,8 +35,8 @@ def random_values(part: PartGeometry, seed: Sequence[int], rows: int) -> npt.NDA
 
 class RankPools:
     """The caches of one group of one rank on `device`, poisoned; `storage` has the bytes of each layer's parts, in an
-    array or a GPU tensor. `written` are the parts of the engine that writes sequences, if their elements may have
-    another type.
+    array or a GPU tensor. `written` is the group of the engine that writes sequences, if its elements may have another
+    type or other scales.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class RankPools:
         *,
         num_blocks: int,
         device: str,
-        written: Sequence[PartGeometry] = (),
+        written: GroupGeometry | None = None,
     ) -> None:
-        self._written = written or geometry.parts
+        self._written = geometry if written is None else written
         self.num_blocks = num_blocks
         self.device = device
         self.geometry = geometry
@@ -130,7 +130,7 @@ class RankPools:
             heads, dim, own = part.num_heads, part.head_dim, slice(part.head_start, part.head_stop)
             # a soak's other release may not know element types
             typed = {
-                name: getattr(self._written[index], name)
+                name: getattr(self._written.parts[index], name)
                 for name in ("element", "item_size_bytes")
                 if hasattr(part, name)
             }
@@ -141,8 +141,9 @@ class RankPools:
                 sequences[alike] = _placed(storage, rows[turn == group.dcp_rank, own])
             keys = _placed(storage, random_values(source, [seed, layer, index], 1)[:, own])
             values = sequences[alike] ^ keys
-            if typed.get("element", "") != getattr(part, "element", ""):
-                values = _converted(values, source.element, part.element)
+            scales = _scale(self._written, index), _scale(group, index)
+            if (typed.get("element", ""), scales[0]) != (getattr(part, "element", ""), scales[1]):
+                values = _converted(values, source.element, part, scales)
             elements = storage.view(values.dtype)
             if self._layout == "NHD":
                 elements = elements.reshape(-1, tokens, heads, dim)
@@ -163,16 +164,30 @@ class RankPools:
         return KVView(_address(storage), shape, strides, item)
 
 
-def _converted(numbers: Any, source: str, target: str) -> Any:
-    """Return the bits of numbers of one type in another one, with scales of 1 (docs/conversion.md)."""
+def _scale(group: GroupGeometry, part: int) -> float:
+    """Return the scale of a part's elements, which is the same for all layers and heads; 1 if there is none."""
+    scales = getattr(group, "scales", ())  # a soak's other release may not know them
+    return float(scales[0][part][0]) if scales else 1.0
+
+
+def _converted(numbers: Any, source: str, target: PartGeometry, scales: tuple[float, float]) -> Any:
+    """Return the bits of numbers of one type in another one, or with another scale (docs/conversion.md)."""
     import torch
 
-    kind = getattr(torch, target)
-    values = torch.as_tensor(numbers).contiguous().view(getattr(torch, source)).float()
-    if kind.itemsize == 1:
-        values = values.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+    kind = getattr(torch, target.element)
+    is_cast = getattr(target, "rounding", "nearest") == "cast"
+    given = torch.as_tensor(numbers).contiguous()
+    # as tensors on the device: of a plain number torch would take the reciprocal instead of dividing
+    factors = torch.tensor(scales, device=given.device)
+    values = given.view(getattr(torch, source)).float() * factors[0] / factors[1]
+    largest = torch.finfo(kind).max
+    if kind == torch.float8_e4m3fn or (kind.itemsize == 1 and not is_cast):
+        values = values.clamp(-largest, largest)
     found = values.to(kind).view({1: torch.int8, 2: torch.int16}[kind.itemsize])
-    found[values.isnan()] = {"float16": 0x7E00, "bfloat16": 0x7FC0}.get(target, 0x7F)
+    nan = torch.full_like(found, {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}.get(kind, 0x7F))
+    if is_cast and given.device.type == "cpu":  # a GPU's instructions know one NaN
+        nan[given < 0] = -1
+    found = torch.where(values.isnan(), nan, found)
     return found.numpy() if isinstance(numbers, np.ndarray) else found
 
 

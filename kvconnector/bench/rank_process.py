@@ -48,9 +48,7 @@ class RankProcess:
         written = rank_geometry(self._model, writer, writer.ranks[0]).groups
         self._description = described(self._model, shape)
         self._pools = [
-            RankPools(
-                group, shape.layout, num_blocks=count, device=self._device, written=like.parts
-            )
+            RankPools(group, shape.layout, num_blocks=count, device=self._device, written=like)
             for group, like, count in zip(
                 groups, written, deployment.num_blocks(shape), strict=True
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvconnector.bench.sizes import parse_numbers
@@ -36,6 +37,8 @@ CONVERTIBLE = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1
 NUMBERS = ("k", "v", "latent")
 """Names of parts whose elements are numbers of the cache's type."""
 AtLeastOne = Annotated[int, Meta(ge=1)]
+Scale = Annotated[float, Meta(gt=0, le=float(np.finfo(np.float32).max))]
+"""The factor by which a stored number becomes its value."""
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,8 +285,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One engine's parallelism, block size and layout.
 
     `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time. `dtype` is
-    the type of K and V, or of a latent, if they are numbers that may be converted (docs/conversion.md), with scales of
-    1 in fp8; left out, it is the model's, and they are taken for bytes.
+    the type of K and V, or of a latent, if they are numbers that may be converted (docs/conversion.md); left out, it is
+    the model's, and they are taken for bytes. In fp8 they have one `scale`, and are stored by the rule `rounding`.
     """
 
     tp: AtLeastOne = 1
@@ -293,6 +296,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dcp: AtLeastOne = 1
     interleave: AtLeastOne = 1
     dtype: str = ""
+    scale: Scale = 1.0
+    rounding: Literal["nearest", "cast"] = "nearest"
 
     def __post_init__(self) -> None:
         if self.tp * self.pp > MAX_RANKS:
@@ -302,6 +307,13 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.dtype and self.dtype not in CONVERTIBLE:
             raise ConfigError(
                 "elements of this type are not converted", dtype=self.dtype, known=[*CONVERTIBLE]
+            )
+        if not self.is_fp8 and (self.scale, self.rounding) != (1.0, "nearest"):
+            raise ConfigError(
+                "scale and rounding belong to dtype=float8_e4m3fn or float8_e5m2",
+                dtype=self.dtype,
+                scale=self.scale,
+                rounding=self.rounding,
             )
         if self.tp % self.dcp or self.block % self.interleave:
             raise ConfigError(
@@ -314,13 +326,14 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
-        """Parse "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=bfloat16", any of it left out; tp is then dcp.
-        Raises ConfigError: another name, a value below 1, an unknown layout or type, or sizes that do not fit.
+        """Parse "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=float8_e4m3fn,scale=0.5,rounding=cast", any of
+        it left out; tp is then dcp. Raises ConfigError: another name, a value below 1, a scale that is not above 0, an
+        unknown layout, type or rule, or sizes that do not fit.
         """
         pieces = [piece.partition("=") for piece in text.replace(" ", "").split(",") if piece]
         try:
             fields = {
-                name: value if name == "dtype" else value.upper() for name, _, value in pieces
+                name: value.upper() if name == "layout" else value for name, _, value in pieces
             }
             if len(fields) < len(pieces):
                 raise ValueError("a name is there twice")
@@ -329,15 +342,33 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return msgspec.convert({"tp": fields.get("dcp", 1), **fields}, cls, strict=False)
         except ValueError as error:
             raise ConfigError(
-                "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=bfloat16:"
+                "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=float8_e4m3fn,"
+                "scale=0.5,rounding=cast:"
                 f" {error}",
                 given=text,
             ) from error
 
     def __str__(self) -> str:
         shared = f" dcp{self.dcp} interleave {self.interleave}" if self.dcp > 1 else ""
-        dtype = f" {self.dtype}" if self.dtype else ""
-        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}{dtype}{shared}"
+        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}{self.elements}{shared}"
+
+    @property
+    def elements(self) -> str:
+        """The type of the elements, and the scale and the rule if they are unusual, as words after a space."""
+        scale = f" scale {self.scale:g}" if self.scale != 1 else ""
+        rule = f" {self.rounding}" if self.rounding != "nearest" else ""
+        return f" {self.dtype}{scale}{rule}" if self.dtype else ""
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if the elements are fp8."""
+        return self.dtype.startswith("float8")
+
+    def with_elements_of(self, other: EngineShape) -> EngineShape:
+        """Return this shape with another one's type of elements, scale and rule."""
+        return msgspec.structs.replace(
+            self, dtype=other.dtype, scale=other.scale, rounding=other.rounding
+        )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -400,6 +431,8 @@ def _group_geometry(
         typed = {}  # a soak's other release may not know more
         if shape.dtype and name in NUMBERS:
             item_size_bytes, typed = CONVERTIBLE[shape.dtype], {"element": shape.dtype}
+            if shape.rounding != "nearest":
+                typed["rounding"] = shape.rounding
         return PartGeometry(
             **typed,
             name=name,
@@ -419,8 +452,8 @@ def _group_geometry(
         dcp_rank=rank.tp_rank % dcp_size,
         interleave_tokens=shape.interleave // group.row_tokens if dcp_size > 1 else 1,
     )
-    if shape.dtype.startswith("float8"):
-        scales = ((1.0,),) * len(group.parts)
+    if shape.is_fp8:
+        scales = ((shape.scale,),) * len(group.parts)
         geometry = msgspec.structs.replace(geometry, scales=(scales,) * len(geometry.layers))
     # a soak's other release may not know more
     return (

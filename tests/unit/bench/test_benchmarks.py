@@ -64,11 +64,39 @@ def test_relayout(model, scattered):
     assert case.ours.nbytes == 128 * model.token_bytes
 
 
+@pytest.mark.parametrize(
+    "prefill, decode, ratio",
+    [
+        ("dtype=bfloat16", "dtype=float8_e5m2,scale=0.3,rounding=cast", 4 / 3),
+        ("dtype=float8_e4m3fn,scale=0.3,layout=HND", "block=64,dtype=float8_e4m3fn,scale=0.41", 1),
+    ],
+)
+def test_a_converting_copy_is_measured_beside_a_plain_one(prefill, decode, ratio):
+    shapes = {"prefill": EngineShape.parse(prefill), "decode": EngineShape.parse(decode)}
+    (case,) = _run("relayout", **shapes)
+    converting, plain, _ = case.measurements
+    assert [each.kind for each in case.measurements] == ["ours", "variant", "limit"]
+    times = converting.percentile_s(50) / plain.percentile_s(50)
+    (note,) = case.notes
+    assert f"{times:.2f} of the time" in note
+    assert f"{times * ratio:.2f} of it for each byte" in note
+
+
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_a_converting_read_is_measured_beside_a_plain_one():
-    shapes = {"prefill": TP2, "decode": EngineShape(block=64, dtype="float8_e4m3fn")}
-    for case in _run("transfer", **shapes):
+@pytest.mark.parametrize(
+    "prefill, decode",
+    [
+        (TP2, EngineShape(block=64, dtype="float8_e4m3fn")),
+        (
+            EngineShape(dtype="float8_e4m3fn", scale=0.3),
+            EngineShape(dtype="float8_e4m3fn", scale=0.41),
+        ),
+    ],
+    ids=["type", "scale"],
+)
+def test_a_converting_read_is_measured_beside_a_plain_one(prefill, decode):
+    for case in _run("transfer", prefill=prefill, decode=decode):
         names = [each.contender for each in case.measurements]
         assert names[:2] == ["kvconnector", "kvconnector, without conversion"]
         assert any("a converting read takes" in note for note in case.notes)

@@ -39,16 +39,26 @@ def test_a_cache_that_no_memory_holds_is_refused():
         _pools(EngineShape(block=4), num_blocks=1 << 60)
 
 
-@pytest.mark.parametrize("types", [("bfloat16", "float8_e4m3fn"), ("float8_e5m2", "float16")])
-def test_a_sequence_is_also_known_in_another_type(types):
-    shapes = [EngineShape(block=4, dtype=each) for each in types]
+@pytest.mark.parametrize(
+    "elements",
+    [
+        ("dtype=bfloat16", "dtype=float8_e4m3fn"),
+        ("dtype=float8_e5m2,scale=3", "dtype=float16"),
+        ("dtype=float16", "dtype=float8_e5m2,scale=0.3,rounding=cast"),
+        ("dtype=float8_e5m2", "dtype=float8_e5m2,scale=1e-4,rounding=cast"),
+        ("dtype=float8_e4m3fn,scale=0.3", "dtype=float8_e4m3fn,scale=0.41"),
+    ],
+)
+def test_a_sequence_is_also_known_with_other_elements(elements):
+    shapes = [EngineShape.parse(f"block=4,{each}") for each in elements]
     parts = [rank_geometry(MODEL, each, Rank(0, 0)).groups[0] for each in shapes]
     theirs, ours = (
-        RankPools(each, "NHD", num_blocks=8, device="cpu", written=parts[0].parts) for each in parts
+        RankPools(each, "NHD", num_blocks=8, device="cpu", written=parts[0]) for each in parts
     )
     theirs.write(SEED, [5, 0], 8)
-    scales = np.ones((1, 4, 2), np.float32)
-    conversion = Conversion(*types, scales, "cpu")
+    scales = np.broadcast_to(np.float32([each.scale for each in shapes]), (1, 4, 2)).copy()
+    types = [each.dtype for each in shapes]
+    conversion = Conversion(*types, scales, "cpu", rounding=shapes[1].rounding)
     ids = np.array([5, 0], np.int32)
     for key in theirs.storage:
         sides = [PagedSide(table_of(pools, *key), ids) for pools in (theirs, ours)]

@@ -29,7 +29,11 @@ def test_sizes_are_read_with_their_unit(text, nbytes):
         (parse_bytes, ["", "MiB", "2XB", "-1", "0", "0.1"]),
         (
             EngineShape.parse,
-            ["tp=", "tp=0", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"],
+            [
+                *("tp=", "tp=0", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"),
+                *("scale=0.5", "dtype=bfloat16,rounding=cast", "dtype=float8_e4m3fn,scale=0"),
+                *("dtype=float8_e4m3fn,scale=1e39", "dtype=float8_e4m3fn,rounding=truncated"),
+            ],
         ),
         (lambda device: [*_self_test(device, "")], ["cuda:x"]),
         (parse_tokens, ["", "0", "1,", "a", "1,-2", "1.5"]),
