@@ -13,7 +13,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector_kernels.pump.records import CudaJob, State, word_of
-from tests.support.gpu_flags import held_back
+from tests.support.gpu_flags import ends, held_back
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -25,6 +25,20 @@ def caches_and_copies():
         caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
     )
     return caches, copies
+
+
+def make_ready_for_every_stream(copies, *programs):
+    """Load the kernels of reads, and allocate the memory of their block ids, which may wait for kernels that run."""
+    import torch
+
+    for program in programs:
+        copies.make_jobs(program.source, program.blocks, packing=True)[1].give_back()
+    lent = [
+        copies._ids.lend(programs[0].blocks, each) for each in range(len(copies.streams.copies))
+    ]
+    for buffer, *_ in lent:
+        buffer.give_back()
+    torch.cuda.synchronize()
 
 
 def test_host_copies_are_capped_only_on_request():
@@ -86,6 +100,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
     caches, copies = caches_and_copies()
     cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3}
     own, other = (caches.program(ids, range(8), **cut) for ids in ([0, 1], [2, 3]))
+    make_ready_for_every_stream(copies, own, other)
     engine, mark = torch.cuda.Stream(), torch.cuda.Event()
     with held_back(engine) as release:
         mark.record(engine)
@@ -97,11 +112,11 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
             streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
             jobs[1].give_back()
         waiting, free = streams
-        free.synchronize()
+        assert ends(free)
         assert not mark.query()
         assert not waiting.query()
         release()
-        waiting.synchronize()
+        assert ends(waiting)
         assert mark.query()
     assert copies.streams.marks.stream_of(own.blocks) == FREE_STREAM
 
