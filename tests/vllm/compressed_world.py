@@ -78,7 +78,9 @@ def specs_of(ratios, *, packed=True):
 
 def planned(config, layers, num_blocks=NUM_BLOCKS):
     """Return the cache configuration that vLLM's own planner makes of these layers."""
-    config.cache_config.kv_cache_layout = "BLHNC"
+    # the first that all backends of these layers support, and their kernels
+    has_gaps = all(backend != "MINIMAX_M3_SPARSE_INDEXER" for _, backend in layers.values())
+    config.cache_config.kv_cache_layout = "BLHNC" if has_gaps else "LBHNC"
     specs = {name: spec for name, (spec, _) in layers.items()}
     groups = planner.get_kv_cache_groups(config, specs)
     made = planner.get_kv_cache_config_from_groups(config, groups, 1 << 40)

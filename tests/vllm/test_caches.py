@@ -397,6 +397,16 @@ def test_other_kinds_are_refused_by_name_with_the_reason(name):
     assert refused.value.context["why"] == REFUSED_KINDS[name]
 
 
+def test_windows_whose_tokens_are_computed_again_are_refused():
+    """DeepSeek-V4.1's."""
+    if not hasattr(kv.SlidingWindowMLASpec, "bounded_replay"):
+        pytest.skip("this release of vLLM does not have them")
+    spec = attention(kv.SlidingWindowMLASpec, sliding_window=64, bounded_replay=True)
+    with pytest.raises(GeometryError, match="SlidingWindowMLASpec") as refused:
+        group_info(spec, 0, 1)
+    assert "computed again after a prefix hit" in refused.value.context["why"]
+
+
 def test_a_kind_that_a_later_release_adds_is_refused():
     class KeptElsewhereSpec(kv.FullAttentionSpec):
         pass

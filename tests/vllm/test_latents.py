@@ -173,7 +173,7 @@ def test_keys_without_scales_are_scored_where_they_are_moved(stored, device, dty
     on_gpu = device == "cuda"
     found = kernel_pages.run("block-sparse-keys", device) if on_gpu else stored("block-sparse-keys")
     spec = latent(128, dtype, block_size=128)
-    group, caches = registered(spec, KVCacheLayout.BLHNC, "MINIMAX_M3_SPARSE_INDEXER")
+    group, caches = registered(spec, KVCacheLayout.LBHNC, "MINIMAX_M3_SPARSE_INDEXER")
     caches[NAMES[1]][:2, 0] = found["keys"].to(dtype)
     (view,) = group.cache.views[1]
     rows = torch.from_numpy(read(view)[[1, 0], 0].copy()).view(dtype).float().reshape(256, 128)
@@ -273,6 +273,16 @@ def test_unwritten_rows_are_zero_in_every_plane():
 def test_rows_that_nobody_has_read_are_refused_by_name(spec, backend, text):
     with pytest.raises(GeometryError, match=text):
         registered(spec, backend=backend)
+
+
+def test_keys_whose_blocks_have_gaps_are_refused_by_the_kernel_that_misses_them():
+    """MiniMax-M3's, in a layout that vLLM takes from VLLM_KV_CACHE_LAYOUT."""
+    spec = latent(128, torch.bfloat16, block_size=128)
+    with pytest.raises(GeometryError, match="MINIMAX_M3_SPARSE_INDEXER"):
+        registered(spec, KVCacheLayout.BLHNC, "MINIMAX_M3_SPARSE_INDEXER")
+    for layout in (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC):
+        group, _ = registered(spec, layout, "MINIMAX_M3_SPARSE_INDEXER")
+        assert group.cache.geometry.block_size == 128
 
 
 def test_elements_in_an_order_of_their_own_are_refused():

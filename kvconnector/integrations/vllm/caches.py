@@ -446,8 +446,11 @@ def group_info(
         return keeps(kernel_blocks=1, keeps="state")
     if isinstance(spec, MambaSpec):
         return keeps(kernel_blocks=1, keeps="state", scratch_blocks=spec.num_speculative_blocks)
-    if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec} and not spec.prefix_replay_tokens:
-        return keeps(keeps="window", extent_tokens=spec.sliding_window)
+    why = REFUSED_KINDS.get(type(spec).__name__, "nobody has read what it stores and keeps")
+    if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec}:
+        if not spec.prefix_replay_tokens:
+            return keeps(keeps="window", extent_tokens=spec.sliding_window)
+        why = f"{spec.prefix_replay_tokens} tokens before its window are computed again after a prefix hit"
     if type(spec) is ChunkedLocalAttentionSpec:
         return keeps(keeps="chunk", extent_tokens=spec.attention_chunk_size)
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
@@ -456,5 +459,5 @@ def group_info(
         "KVConnector does not transfer cache groups of this kind",
         group=vllm_group,
         kind=type(spec).__name__,
-        why=REFUSED_KINDS.get(type(spec).__name__, "nobody has read what it stores and keeps"),
+        why=why,
     )

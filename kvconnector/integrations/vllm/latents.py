@@ -47,7 +47,8 @@ SPARSE = frozenset(
 """Backends of DeepSeek-V3.2 and GLM-5.x, whose latents are rows, too. A row of `fp8_ds_mla` has 656 bytes: 512 values,
 their scales, and 64 unquantised ones."""
 INDEXERS_OF_KEYS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
-"""Indexers whose keys have no scales of their own."""
+"""Indexers whose keys have no scales of their own. The kernel that stores them finds a key by its slot alone, as if no
+block's end were apart from the next one's beginning."""
 COMPRESSED = frozenset({"CompressorBackend", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"})
 """DeepSeek-V4's compressors, whose states are float32, a backend that stores its latents unpacked, and its window."""
 PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS | COMPRESSED

@@ -17,7 +17,12 @@ import torch
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import probe_block
-from kvconnector.integrations.vllm.latents import PAGE_TOKENS, Planes, planes_of
+from kvconnector.integrations.vllm.latents import (
+    INDEXERS_OF_KEYS,
+    PAGE_TOKENS,
+    Planes,
+    planes_of,
+)
 from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
@@ -159,6 +164,15 @@ def planes_of_pages(cache: LayerCache) -> Planes:
 def _latent_parts(cache: LayerCache) -> list[Part]:
     """Return the parts of a cache with one vector a row: one, or one for each plane of a page."""
     planes, tensor = planes_of_pages(cache), cache.tensor
+    if cache.backend in INDEXERS_OF_KEYS and not tensor.is_contiguous():
+        raise GeometryError(
+            "vLLM itself stores this indexer's keys in wrong places where its blocks have gaps between them: choose a"
+            " layout in which the blocks of each layer follow one another, such as VLLM_KV_CACHE_LAYOUT=LBHNC",
+            layer=cache.name,
+            backend=cache.backend,
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+        )
     if not planes:
         return [_part("latent", view_of(tensor), 1, range(1), cache)]
     num_blocks, _, rows, _ = tensor.shape
