@@ -141,9 +141,12 @@ class DriverThread:
 
     def put(self, orders: Sequence[Order], *, inline_s: float = 0.0) -> None:
         """Take orders from the engine's thread, after `begin`. With `inline_s` above 0, also work on them here, for
-        `inline_s` seconds at most, unless that would take long.
+        `inline_s` seconds at most, unless that would take long. After a failure nobody takes orders: the outbox has
+        ended their requests, or will.
         """
         assert self._driver is not None  # the worker begins with its first orders
+        if self._failure is not None:
+            return
         self._driver.put(orders)
         if inline_s > 0.0 and not self._datapath.lock.is_handshaking:
             progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)

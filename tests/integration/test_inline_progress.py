@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from kvconnector.runtime.driver import Driver
+from kvconnector.session.orders import DropRequest, StepMetadata
 from tests.integration.runtime_pair import arrives, same, until
 from tests.support import waiting
 from tests.support.waiting import DEADLINE_S
@@ -84,6 +85,11 @@ def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, 
         assert isinstance(error, KeyboardInterrupt)
         until(lambda: "r" in d.received, d)
     assert "driver failed" in d.failed["r"]
+    # an engine that lives on keeps giving orders, which nobody takes
+    driver = worker._thread._driver
+    num_queued = driver.num_queued
+    worker.start_step(StepMetadata(orders=(DropRequest("r"),)))
+    assert driver.num_queued == num_queued
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])

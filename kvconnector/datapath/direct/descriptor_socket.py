@@ -16,7 +16,8 @@ other's drivers. Each answer is as new as its question: the producer exports the
 greeting; the socket's name is a digest of the nonce, which does not reveal it.
 
 *Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
-driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides, however slowly it comes.
+driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides, however slowly it comes. The
+CUDA driver has none: `close` waits `CLOSE_LIMIT_S`, then leaves the thread to it, which ends once the driver returns.
 *Failures.* If answering a consumer raises anything, the thread serves the next one.
 """
 
@@ -43,6 +44,8 @@ from kvconnector.wire.export import FABRIC_HANDLE_BYTES, NONCE_BYTES
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 1.0
+CLOSE_LIMIT_S = 4 * LIMIT_S
+"""More than serving one consumer takes: two messages, an answer, and a moment without free descriptors."""
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 1024
 _CLOSED = (errno.EINVAL, errno.EBADF)
@@ -95,7 +98,13 @@ class DescriptorServer:
         else:
             os.close(self.socket_fd)
         self._listener.shutdown(socket.SHUT_RDWR)  # accept(2) returns
-        self._thread.join()
+        self._thread.join(CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "a consumer's question for GPU memory is still being answered after %s s: the CUDA driver does not"
+                " return. Nobody waits for it",
+                CLOSE_LIMIT_S,
+            )
         self._listener.close()
 
     def _listen_in(self, folder: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -19,6 +19,7 @@ from kvconnector.datapath.direct.descriptor_socket import (
     fetch_segments,
 )
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
+from tests.support.waiting import DEADLINE_S
 
 NONCE = bytes(range(16))
 
@@ -140,6 +141,34 @@ def test_a_question_that_fails_unexpectedly_does_not_end_the_server(tmp_path, ca
             fetch_segments(str(tmp_path), NONCE, 7, range(2))
         assert fetch_segments(str(tmp_path), NONCE, 7, range(2)) == [bytes(64)] * 2
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_driver_that_does_not_return_does_not_keep_a_producer_from_closing(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(descriptor_socket, "CLOSE_LIMIT_S", 0.1)
+    entered, returns = threading.Event(), threading.Event()
+
+    def export(which):
+        entered.set()
+        assert returns.wait(DEADLINE_S)
+        return [bytes(64) for _ in which]
+
+    def ask():
+        with suppress(TransportError, PeerLostError):
+            fetch_segments(str(tmp_path), NONCE, 7, range(2))
+
+    asking = threading.Thread(target=ask)
+    with server_of(tmp_path) as server:
+        server.segments = 7, export
+        asking.start()
+        assert entered.wait(DEADLINE_S)
+    assert not returns.is_set()  # closed, although it has not returned
+    assert "the CUDA driver does not return" in caplog.text
+    returns.set()
+    asking.join()
+    server._thread.join(DEADLINE_S)
+    assert not server._thread.is_alive()
 
 
 def test_memory_that_is_withdrawn_while_it_is_asked_for_does_not_end_the_server(tmp_path):
