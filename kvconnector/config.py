@@ -394,9 +394,21 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 
 
+_ZEROS = re.compile(r"(?:0x)?0+(?:\.(?:0x)?0+){0,3}", re.IGNORECASE)
+_MAPPED_IPV4 = 0xFFFF << 32
+"""IPv4's 0.0.0.0 as an address of IPv6."""
+
+
 def is_wildcard(host: str) -> bool:
-    """Returns True if `host` stands for every interface, in any spelling: `0.0.0.0`, `0`, `::`, `[0:0::]`."""
-    return bool(host) and not host.strip("[]0:.")
+    """Returns True if `host` stands for every interface, in any spelling that the system or libzmq takes: `*`,
+    `0.0.0.0`, `0`, `0x0`, `::`, `[0:0::]`, `::ffff:0.0.0.0`, `::%eth0`.
+    """
+    address = host.strip("[]").partition("%")[0]
+    try:
+        number = int(ipaddress.IPv6Address(address))
+    except ValueError:
+        return address == "*" or _ZEROS.fullmatch(address) is not None
+    return number in (0, _MAPPED_IPV4)
 
 
 def is_loopback(host: str) -> bool:

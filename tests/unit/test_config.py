@@ -130,12 +130,25 @@ def test_other_hosts_need_keys_or_insecure_network(host, insecure):
     assert config(control=control).control.host == host
 
 
-@pytest.mark.parametrize("wildcard", [EVERY_IPV4_INTERFACE, "0", "0.0", "::", "[::]", "0:0::0"])
+@pytest.mark.parametrize(
+    "wildcard",
+    [
+        *(EVERY_IPV4_INTERFACE, "0", "0.0", "00.0", "0x0", "0X0.0.0.0", "*"),
+        *("::", "[::]", "0:0::0", "::0.0.0.0", "::ffff:0.0.0.0", "[::FFFF:0:0]", "::%eth0"),
+    ],
+)
 def test_peers_cannot_connect_to_a_wildcard(wildcard):
     with pytest.raises(ConfigError, match="no wildcard"):
         config(control={"insecure": True, "advertise_host": wildcard})
     with pytest.raises(ConfigError, match=r"needs control\.advertise_host"):
         config(control={"host": wildcard, "insecure_network": True})
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.0", "0.0.0.1", "::1", "::ffff:0.0.0.1", "0x1", "x0", "1::"]
+)
+def test_hosts_that_hold_zeros_are_no_wildcards(host):
+    assert config(control={"host": host, "insecure_network": True}).control.host == host
 
 
 @pytest.mark.parametrize("engine_id", ["e\n", "\re", "a\x00b", "a\x85b", "a\u2028b"])
