@@ -453,12 +453,13 @@ class ProducerSession:
         self._links.send(event.link, refused)
 
     def _notify_followers(self, lease: Lease) -> None:
-        """Report a prompt's progress to all of its followers, and forget lost ones."""
+        """Report a prompt's progress to its followers but those of engines that need no more. Forget lost ones."""
         progress, lost = lease.progress(), False
         for link in lease.followers:
-            if self._peers.ready(link) is None:
+            peer = self._peers.ready(link)
+            if peer is None:
                 lost = True
-            else:
+            elif not lease.confirmed.get(peer.engine_id, _NO_RANKS) >= peer.readers:
                 self._links.send(link, progress)
         if lost:
             lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
@@ -474,7 +475,7 @@ class ProducerSession:
         is_filling = lease.state is LeaseState.FILLING
         if lease.outcome is None:
             lease.outcome, lease.reason = outcome, reason
-        if is_filling and outcome is not LeaseState.RELEASED:
+        if is_filling:
             self._notify_followers(lease)
         if not lease.sends:
             self._close(lease, outcome)
@@ -605,6 +606,7 @@ class ProducerSession:
 
 
 _ABORTED = LeaseState.ABORTED
+_NO_RANKS = frozenset[Rank]()
 _UNKNOWN = "no such transfer"
 """The text is the same if a transfer with this name has another secret."""
 

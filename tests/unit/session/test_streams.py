@@ -194,6 +194,19 @@ def test_a_follower_that_needs_none_of_a_prompt_lets_it_be_released(is_granted):
     assert (ended.outcome, ended.error) == ("released", None)
 
 
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_another_engines_followers_are_told_that_a_prompt_was_released(tokens):
+    """They would wait for it until it makes no progress for too long. The engine that has confirmed waits no more."""
+    side = harness.producer()
+    harness.welcome(side)
+    harness.welcome(side, -2, geometry=harness.engine("e"))
+    side.handle(_granted(tokens), harness.follow(), harness.follow(-2))
+    ((link, text),) = [
+        (call.link, call.message.text) for call in harness.of(side.handle(harness.done()), "send")
+    ]
+    assert (link, "draw names anew" in text) == (-2, True)
+
+
 def _refused(calls):
     return [
         (report.transfer_id, report.refusal, report.text)
