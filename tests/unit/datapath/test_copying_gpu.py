@@ -32,7 +32,7 @@ def make_ready_for_every_stream(copies, *programs):
     import torch
 
     for program in programs:
-        copies.make_jobs(program.source, program.blocks, packing=True)[1].give_back()
+        copies.make_jobs(program.source, program.blocks, packing=True).buffer.give_back()
     lent = [
         copies._ids.lend(programs[0].blocks, each) for each in range(len(copies.streams.copies))
     ]
@@ -107,10 +107,11 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
         copies.order_after(mark, [own.blocks])
         streams = []
         for program in (own, other):
-            jobs = _, _, words = copies.make_jobs(program.source, program.blocks, packing=True)
+            jobs = copies.make_jobs(program.source, program.blocks, packing=True)
+            words, _ = jobs.memory
             (handle,) = set(words[:, word_of(CudaJob, "stream")].tolist())
             streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
-            jobs[1].give_back()
+            jobs.buffer.give_back()
         waiting, free = streams
         assert ends(free)
         assert not mark.query()

@@ -41,15 +41,17 @@ def test_a_context_that_is_already_current_stays_current():
 def test_a_mark_comes_after_the_streams_queued_work(is_used_again):
     import torch
 
+    from tests.support.gpu_flags import ends, held_back
+
     marks = CudaContext("cuda:0")
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1 << 28)
+    with held_back(stream) as release, torch.cuda.stream(stream):
         if is_used_again:
             marks.give_back(marks.make_mark())
         mark = marks.make_mark()
         assert not mark.query()
-        stream.synchronize()
+        release()
+        assert ends(stream)
         assert mark.query()
         assert marks.make_mark() is None
 
@@ -59,14 +61,18 @@ def test_a_mark_comes_after_the_streams_queued_work(is_used_again):
 def test_a_mark_is_on_its_own_device_even_if_another_is_current(is_used_again):
     import torch
 
+    from tests.support.gpu_flags import ends, held_back
+
     marks = CudaContext("cuda:1")
-    with torch.cuda.device(1):
+    stream = torch.cuda.current_stream(1)
+    with held_back(stream) as release:
         if is_used_again:
-            marks.give_back(marks.make_mark())
-        torch.cuda._sleep(1 << 28)
-    with torch.cuda.device(0):
-        mark = marks.make_mark()
-        assert torch.cuda.current_device() == 0
-    assert not mark.query()
-    torch.cuda.synchronize(1)
-    assert mark.query()
+            with torch.cuda.device(1):
+                marks.give_back(marks.make_mark())
+        with torch.cuda.device(0):
+            mark = marks.make_mark()
+            assert torch.cuda.current_device() == 0
+        assert not mark.query()
+        release()
+        assert ends(stream)
+        assert mark.query()
