@@ -131,7 +131,7 @@ def serve(pipe, spec):
         if command == "encodings":
             pipe.send((command, llm.collective_rpc("get_encodings")[0]))
             continue
-        request_id, (seed, name), params, max_tokens, _ = arguments
+        request_id, (seed, name), params, max_tokens, *_ = arguments
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
