@@ -138,6 +138,7 @@ class Links:
         self._by_handle: dict[PeerHandle, Link] = {}
         self._connections: dict[Link, Connection] = {}
         self._by_tag: dict[int, Link] = {}
+        self._by_endpoint: dict[int, Link] = {}
         self._limits: dict[int, int] = {}
         """The longest frame that each inbox takes, by tag."""
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
@@ -220,6 +221,7 @@ class Links:
         if connection is not None:
             del self._by_handle[connection.handle]
             self._close_inbox(connection)
+            self._leave_endpoint(connection)
         return connection
 
     def lose(self, link: Link, error: KVConnectorError, *, has_left: bool = False) -> None:
@@ -300,7 +302,9 @@ class Links:
         self.flush_link(link)
         connection = self._connections.get(link)
         if connection is not None:
+            self._leave_endpoint(connection)
             connection.endpoint = endpoint
+            self._by_endpoint[endpoint] = link
 
     def leave_transport(self, link: Link) -> None:
         """Send queued messages, then use the endpoint no more. Idempotent. A producer that leaves sends the last ones
@@ -308,8 +312,14 @@ class Links:
         """
         connection = self._connections.get(link)
         if connection is not None:
-            connection.endpoint *= link.number > 0
+            if link.number < 0:
+                self._leave_endpoint(connection)
             self.flush_link(link)
+            self._leave_endpoint(connection)
+
+    def _leave_endpoint(self, connection: Connection) -> None:
+        if connection.endpoint:
+            del self._by_endpoint[connection.endpoint]
             connection.endpoint = 0
 
     def _close_inbox(self, connection: Connection) -> None:
@@ -511,9 +521,9 @@ class Links:
         return len(taken)
 
     def _keep_failed(self, failed: ControlFailed) -> None:
-        for link, connection in list(self._connections.items()):
-            if connection.endpoint == failed.endpoint:
-                self._keep(link, failed)
+        link = self._by_endpoint.get(failed.endpoint)
+        if link is not None:  # otherwise the link has left it
+            self._keep(link, failed)
 
     def _open(self, link: Link, message: ControlMessage) -> bytes | None:
         """Return a message's payload; None if its inbox was closed since, or the message is no peer's."""

@@ -171,6 +171,37 @@ def test_a_message_that_cannot_be_sent_ends_its_link_alone(over_ucx):
     assert [lost.link.number for lost in over_ucx.d.lost] == [1]
 
 
+class Unscanned(dict):
+    """A table in which an event may look something up, and which it may not walk through."""
+
+    def walk(self):
+        raise AssertionError("this takes longer with each connection")
+
+    __iter__ = keys = values = items = walk
+
+
+def test_an_endpoint_that_fails_is_found_among_any_number(over_ucx):
+    d, network = over_ucx.d, over_ucx.network
+    for link in [Link(number) for number in range(2, 5)]:
+        d.links.open(link, over_ucx.p.control.address, "", SPOKEN.newest)
+        d.links.use_endpoint(link, d.transport.connect(over_ucx.attacker.address))
+    d.links._connections = Unscanned(d.links._connections)
+    d.send("into the void")
+    network.lose(over_ucx.p.transport.address)
+    d.poll()
+    assert [lost.link.number for lost in d.lost] == [1]
+
+
+@pytest.mark.parametrize("leave", ["leave_transport", "close"])
+def test_an_endpoint_that_fails_after_its_link_has_left_ends_nothing(over_ucx, leave):
+    d = over_ucx.d
+    d.send("into the void")
+    over_ucx.network.lose(over_ucx.p.transport.address)
+    getattr(d.links, leave)(d.link)
+    d.poll()
+    assert d.lost == []
+
+
 def test_many_messages_over_the_transport_come_before_the_peers_end(over_ucx):
     count = 2 * MAX_CONTROL_PER_CALL + 10
     over_ucx.d.send("begin")
