@@ -1,7 +1,6 @@
 """Fails when modules of the package import each other, be it inside a function or for the type checker alone.
 
-Modules of a circle can only be understood, tested and moved together. `KNOWN` lists those that are left, with the
-reason; one that has been opened must leave the list.
+Modules of a circle can only be understood, tested and moved together.
 """
 
 from __future__ import annotations
@@ -9,21 +8,6 @@ from __future__ import annotations
 import sys
 
 import grimp
-
-KNOWN = {
-    (
-        "integrations.sglang",
-        "integrations.sglang.backend",
-    ): "the package loads what SGLang asks for by name",
-    (
-        "integrations.sglang.rank",
-        "integrations.sglang.transfers",
-    ): "a rank, and the transfers that it runs",
-    (
-        "integrations.vllm.cpu_attention",
-        "integrations.vllm.parts",
-    ): "a layer's cache, and one backend's form of it",
-}
 
 
 def find_circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
@@ -50,24 +34,15 @@ def find_circles(imported: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 
 def main() -> int:
-    """Print the circles; return 1 if one of them is not listed, or one that is listed is open."""
+    """Print the circles; return 1 if there are any."""
     graph = grimp.build_graph("kvconnector", "kvconnector_kernels", cache_dir=None)
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    circles = {
-        tuple(module.removeprefix("kvconnector.") for module in circle)
-        for circle in find_circles(imported)
-    }
-    complaints = [
-        f"these import each other: {', '.join(circle)}" for circle in sorted(circles - set(KNOWN))
-    ]
-    complaints += [
-        f"these import each other no more, and need not be listed: {', '.join(circle)}"
-        for circle in sorted(set(KNOWN) - circles)
-    ]
-    print(
-        "\n".join(complaints) or "no module needs one that needs it, but for those that are listed"
-    )
-    return 1 if complaints else 0
+    circles = find_circles(imported)
+    for circle in circles:
+        print(f"these import each other: {', '.join(circle)}")
+    if not circles:
+        print("no module needs one that needs it")
+    return 1 if circles else 0
 
 
 if __name__ == "__main__":

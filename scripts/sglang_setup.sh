@@ -56,7 +56,7 @@ setup_release() {
   export PYTHONPATH="$folder:$PYTHONPATH"
 }
 
-known_versions() { sed -n 's/^KNOWN_VERSIONS = (\(.*\))$/\1/p' "$KVC_ROOT/kvconnector/integrations/sglang/__init__.py" | tr -d '",'; }
+known_versions() { sed -n 's/^KNOWN_VERSIONS = (\(.*\))$/\1/p' "$KVC_ROOT/kvconnector/integrations/sglang/shared.py" | tr -d '",'; }
 
 setup_sources() {
   local sglang="sglang==$1" dill

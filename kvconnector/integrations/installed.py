@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
-from kvconnector.integrations import sglang, vllm
+from kvconnector.integrations import vllm
 from kvconnector.integrations.contract import Entry, Sources, differences, release_of
 from kvconnector.integrations.sglang import used as of_sglang
+from kvconnector.integrations.sglang.shared import KNOWN_VERSIONS as KNOWN_SGLANG
 from kvconnector.integrations.vllm import used as of_vllm
 
 
@@ -32,7 +33,7 @@ def installed_engines() -> Iterator[InstalledEngine]:
     releases = tuple(f"{major}.{minor}" for major, minor in vllm.SUPPORTED_VLLM)
     for name, known, entries in (
         ("vllm", releases, of_vllm.ENTRIES + of_vllm.RANGES),
-        ("sglang", sglang.KNOWN_VERSIONS, of_sglang.ENTRIES + of_sglang.SPARSE),
+        ("sglang", KNOWN_SGLANG, of_sglang.ENTRIES + of_sglang.SPARSE),
     ):
         if found := _version_of(name):
             release = release_of(found)

@@ -9,28 +9,20 @@ also runs where another backend is chosen.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 from kvconnector.errors import LocalError
-from kvconnector.integrations.contract import Sources, admit, differences, policy_of
-from kvconnector.integrations.sglang import used
+from kvconnector.integrations.sglang.shared import KNOWN_VERSIONS, NOT_RELEASED, check_release
 
 logger = logging.getLogger(__name__)
 
 NAME = "kvconnector"
-KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 UTILS = "sglang.srt.disaggregation.utils"
 CONTROLS = "sglang.srt.managers.tokenizer_control_mixin"
-NOT_RELEASED = "kvconnector: "
-"""What begins the `rid` of an answer of SGLang's scheduler that released no memory. These answers have no field for an
-error, and no use for their `rid`. The reason follows.
-"""
 
 
 def register() -> None:
@@ -108,19 +100,3 @@ async def of_release(original: Callable[..., Any], manager: Any, obj: Any, *othe
             reasons=kept,
             servers=f"{len(kept)} of {len(answers)}",
         )
-
-
-@cache
-def check_release(part: str = "ENTRIES") -> None:
-    """Raise ConfigError unless this is a known release of SGLang, or one that has all that `part` of `used.py` names.
-    Warns once of those.
-    """
-    warning = admit(
-        "SGLang",
-        version("sglang"),
-        known=KNOWN_VERSIONS,
-        policy=policy_of(os.environ),
-        find=lambda: differences(getattr(used, part), Sources.of("sglang")),
-    )
-    if warning:
-        logger.warning("%s", warning)

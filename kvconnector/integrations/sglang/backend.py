@@ -49,7 +49,6 @@ from torch import distributed
 
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
-from kvconnector.integrations.sglang import NOT_RELEASED, check_release
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.numbers import numbers_of_pool
@@ -59,6 +58,7 @@ from kvconnector.integrations.sglang.settings import (
     connector_config,
     refuse_unsupported,
 )
+from kvconnector.integrations.sglang.shared import NOT_RELEASED, check_release
 from kvconnector.integrations.sglang.transfers import (
     LoadedPrompt,
     SentPrompt,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -39,13 +39,28 @@ from kvconnector.session.orders import (
 )
 from kvconnector.topology import ModelDescription
 
-if TYPE_CHECKING:
-    from kvconnector.integrations.sglang.transfers import LoadedPrompt, RoomTransfer
-
 logger = logging.getLogger(__name__)
 
 QUIESCE_S = 30.0
 """Seconds that SGLang waits for transfers to end before it releases the pools' memory."""
+
+
+class RunningTransfer(Protocol):
+    """What a rank writes to a request whose blocks its worker uses, see `transfers.RoomTransfer`."""
+
+    @property
+    def room(self) -> int: ...
+
+    held_s: float
+    prompt_end: bytes
+
+    def ended(self, reason: str | None) -> None: ...
+
+
+class FollowedPrompt(Protocol):
+    """What a rank calls of a prompt that it follows, see `transfers.LoadedPrompt`."""
+
+    def begun(self) -> None: ...
 
 
 class RankTransfers:
@@ -131,8 +146,8 @@ class RankTransfers:
         """How many times reports were taken: once for each of SGLang's passes over its queue."""
         self.numbers = count()
         """Numbers for request ids. A room alone is none: a failed request may come again with the same room."""
-        self._transferring: dict[str, RoomTransfer] = {}
-        self._followed: dict[str, LoadedPrompt] = {}
+        self._transferring: dict[str, RunningTransfer] = {}
+        self._followed: dict[str, FollowedPrompt] = {}
         """Prompts for which the prefill engine has no blocks yet."""
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         moved = [group.kind for group in kinds]
@@ -164,7 +179,7 @@ class RankTransfers:
         with torch.cuda.stream(self._stream):
             yield
 
-    def order(self, order: Order, transfer: RoomTransfer | None = None) -> None:
+    def order(self, order: Order, transfer: RunningTransfer | None = None) -> None:
         """Give the worker an order; never blocks. On a GPU the worker waits for the work queued on the current stream.
 
         Args:
@@ -185,7 +200,7 @@ class RankTransfers:
         """Return the finished prompts whose pages are kept for a decode engine."""
         return self._transferring if self.config.role == "producer" else ()
 
-    def follow(self, order: WantRequest, prompt: LoadedPrompt) -> None:
+    def follow(self, order: WantRequest, prompt: FollowedPrompt) -> None:
         """Let the worker follow a prompt, whose `begun` is called when the prefill engine has blocks for it."""
         self._followed[order.request_id] = prompt
         self.order(order)

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from kvconnector import errors
 from kvconnector.control.address import HostPort
@@ -57,6 +57,7 @@ from kvconnector.errors import (
 )
 from kvconnector.integrations.identity import Identity, PromptEnd, check_identity
 from kvconnector.integrations.sglang.fields import named_engine
+from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
 from kvconnector.layout import Watermark
@@ -68,9 +69,6 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
-
-if TYPE_CHECKING:
-    from kvconnector.integrations.sglang.rank import RankTransfers
 
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""

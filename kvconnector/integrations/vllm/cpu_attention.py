@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,19 @@ import torch
 
 from kvconnector.errors import GeometryError
 
-if TYPE_CHECKING:
-    from kvconnector.integrations.vllm.parts import LayerCache
+
+@dataclass(frozen=True, slots=True)
+class CpuStore:
+    """How vLLM's CPU attention stores a layer: for an instruction set (`isa`), in blocks of `num_heads` x `block_size`
+    x twice `head_dim` elements.
+    """
+
+    num_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    isa: str
+    kv_cache_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class PartStrides:
     width: int
 
 
-def probe_block(cache: LayerCache) -> tuple[int, list[PartStrides]]:
+def probe_block(store: CpuStore) -> tuple[int, list[PartStrides]]:
     """Return the number of tokens in a tile, and the parts of a layer's blocks, as vLLM writes them. With plain strides
     a tile has one token, and the parts are K and V.
 
@@ -45,36 +55,35 @@ def probe_block(cache: LayerCache) -> tuple[int, list[PartStrides]]:
     Raises:
         GeometryError: the elements lie neither at plain strides nor in tiles.
     """
-    _, heads, block_size, _ = cache.tensor.shape
-    shape = (2, heads, block_size, cache.spec.head_size)
+    shape = (2, store.num_heads, store.block_size, store.head_dim)
     count = int(np.prod(shape))
     codes = np.arange(1, count + 1).reshape(shape)
     found = np.zeros(count, dtype=np.int64)
     for bit in range(count.bit_length()):
-        found |= _stored(cache, (codes >> bit) & 1).astype(np.int64) << bit
+        found |= _stored(store, (codes >> bit) & 1).astype(np.int64) << bit
     if not np.array_equal(np.sort(found), np.arange(1, count + 1)):
-        raise _not_understood(cache, "some elements are stored nowhere, or twice")
+        raise _not_understood(store, "some elements are stored nowhere, or twice")
     places = np.empty(count, dtype=np.int64)
     places[found - 1] = np.arange(count)
     k, v = places.reshape(shape)
     plain = [_strides(part, name, shape[3]) for name, part in (("k", k), ("v", v))]
     if None not in plain:
         return 1, [part for part in plain if part is not None]
-    for tile_tokens in _divisors(block_size):
+    for tile_tokens in _divisors(store.block_size):
         tiled = _tiles(k, "k", tile_tokens), _tiles(v, "v", tile_tokens)
         if all(tiled):
             return tile_tokens, [*tiled[0], *tiled[1]]
-    raise _not_understood(cache, "the elements lie neither at plain strides nor in tiles")
+    raise _not_understood(store, "the elements lie neither at plain strides nor in tiles")
 
 
-def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _stored(store: CpuStore, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Let vLLM store K and V from `bits` (`[2, H, N, D]`) in a block, and return the block's bits in memory order."""
     from vllm import _custom_ops as ops
 
     _, heads, tokens, dim = bits.shape
-    cache = torch.zeros(1, heads, tokens * 2, dim, dtype=layer.tensor.dtype)
+    cache = torch.zeros(1, heads, tokens * 2, dim, dtype=store.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
-    source_dtype = torch.bfloat16 if cache.element_size() == 1 else layer.tensor.dtype
+    source_dtype = torch.bfloat16 if cache.element_size() == 1 else store.dtype
     key_NHD, value_NHD = (
         torch.from_numpy(np.ascontiguousarray(part.transpose(1, 0, 2))).to(source_dtype)
         for part in bits
@@ -85,10 +94,10 @@ def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
         key_cache,
         value_cache,
         torch.arange(tokens, dtype=torch.int64),
-        layer.isa,
+        store.isa,
         k_scale=1.0,
         v_scale=1.0,
-        kv_cache_dtype=layer.kv_cache_dtype,
+        kv_cache_dtype=store.kv_cache_dtype,
     )
     raw = cache.view(torch.uint8).numpy().reshape(-1, cache.element_size())
     written: npt.NDArray[np.bool_] = np.any(raw, axis=1)
@@ -144,12 +153,12 @@ def _divisors(number: int) -> list[int]:
     return [factor for factor in range(1, number + 1) if number % factor == 0]
 
 
-def _not_understood(cache: LayerCache, why: str) -> GeometryError:
+def _not_understood(store: CpuStore, why: str) -> GeometryError:
     return GeometryError(
         f"vLLM's CPU attention stores blocks in a way that KVConnector does not support: {why}",
-        isa=cache.isa,
-        dtype=str(cache.tensor.dtype),
-        block_size=cache.tensor.shape[2],
-        head_dim=cache.spec.head_size,
-        kv_cache_dtype=cache.kv_cache_dtype,
+        isa=store.isa,
+        dtype=str(store.dtype),
+        block_size=store.block_size,
+        head_dim=store.head_dim,
+        kv_cache_dtype=store.kv_cache_dtype,
     )

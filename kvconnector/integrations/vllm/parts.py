@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvconnector.errors import GeometryError
-from kvconnector.integrations.vllm.cpu_attention import probe_block
+from kvconnector.integrations.vllm.cpu_attention import CpuStore, probe_block
 from kvconnector.integrations.vllm.latents import (
     INDEXERS_OF_KEYS,
     PAGE_TOKENS,
@@ -291,7 +291,10 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
         )
-    tile_tokens, found = probe_block(cache)
+    store = CpuStore(
+        num_heads, block_size, spec.head_size, tensor.dtype, cache.isa, cache.kv_cache_dtype
+    )
+    tile_tokens, found = probe_block(store)
     item = tensor.element_size()
     parts = []
     for part in found:

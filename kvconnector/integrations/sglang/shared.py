@@ -1,0 +1,35 @@
+"""What the package and its backend both need. The package, unlike the backend, is imported before SGLang is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.metadata import version
+
+from kvconnector.integrations.contract import Sources, admit, differences, policy_of
+from kvconnector.integrations.sglang import used
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+NOT_RELEASED = "kvconnector: "
+"""What begins the `rid` of an answer of SGLang's scheduler that released no memory. These answers have no field for an
+error, and no use for their `rid`. The reason follows.
+"""
+
+
+@cache
+def check_release(part: str = "ENTRIES") -> None:
+    """Raise ConfigError unless this is a known release of SGLang, or one that has all that `part` of `used.py` names.
+    Warns once of those.
+    """
+    warning = admit(
+        "SGLang",
+        version("sglang"),
+        known=KNOWN_VERSIONS,
+        policy=policy_of(os.environ),
+        find=lambda: differences(getattr(used, part), Sources.of("sglang")),
+    )
+    if warning:
+        logger.warning("%s", warning)
