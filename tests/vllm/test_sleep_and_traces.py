@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvconnector.errors import LocalError, MemoryInUseError
+from kvconnector.integrations.vllm import worker as worker_module
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.runtime import Worker
 from kvconnector.runtime.driver_thread import DriverThread
@@ -72,14 +73,18 @@ def test_a_request_to_a_sleeping_engine_fails_alone(model, monkeypatch, takes_st
         check_read(producer, consumer, 2, 90)
 
 
-def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch):
-    """vLLM does not wake up an engine whose sleep has failed: it holds it for awake."""
+@pytest.mark.parametrize("whose", ["own", "another rank's"])
+def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch, whose):
+    """vLLM does not wake up an engine whose sleep has failed: it holds it for awake. So all ranks stay awake."""
     still = Mock(side_effect=MemoryInUseError("a consumer has not unmapped the caches"))
     with engines(model, Shape(), Shape()) as (producer, consumer):
         for sleeper in (producer, consumer):
             (rank,) = sleeper.ranks
             with monkeypatch.context() as patch:
-                patch.setattr(DriverThread, "withdraw_pools", still)
+                if whose == "own":
+                    patch.setattr(DriverThread, "withdraw_pools", still)
+                else:
+                    patch.setattr(worker_module, "is_any", lambda mine, groups, wait_s: True)
                 with pytest.raises(MemoryInUseError):
                     rank.connector.unregister_kv_caches()
             check_read(producer, consumer, sleeper is producer, 90)

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvconnector.ids import Rank
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from vllm.config import ParallelConfig
+
+
+def engine_groups() -> list[ProcessGroup]:
+    """Return the groups that join this rank with all others of its engine, one dimension each: by a value that each of
+    them agrees on, one after the other, all ranks agree. None for a single rank.
+    """
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return []
+    groups = (
+        parallel_state.get_tp_group(),
+        parallel_state.get_pcp_group(),
+        parallel_state.get_pp_group(),
+    )
+    return [each.cpu_group for each in groups if each.world_size > 1]
+
+
+def is_any(mine: bool, groups: Iterable[ProcessGroup], wait_s: float) -> bool:
+    """Return True if `mine` is true in any rank; all ranks of `groups` call this, and wait for each other.
+
+    Args:
+        mine: This rank's value.
+        groups: See `engine_groups`.
+        wait_s: The most seconds to wait for the ranks of one group.
+
+    Raises:
+        RuntimeError: A rank did not call this in time, or has ended.
+    """
+    found = torch.tensor(int(mine))
+    for group in groups:
+        work = torch.distributed.all_reduce(
+            found, torch.distributed.ReduceOp.MAX, group=group, async_op=True
+        )
+        work.wait(timedelta(seconds=wait_s))
+    return bool(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from kvconnector.integrations.vllm.messages import (
     HandshakeMetadata,
     WorkerReport,
 )
-from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.integrations.vllm.placement import Placement, engine_groups, is_any
 from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
 from kvconnector.integrations.vllm.unwritten import FailedParts, clear_unwritten
 from kvconnector.layout import Watermark
@@ -56,6 +56,9 @@ IDLE_WAIT_S = 0.002
 before it takes the first one's results."""
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that transfers still used when their worker closed, and that therefore must not be freed."""
+
+AGREE_S = 10.0
+"""Seconds for which a rank that could sleep waits for the others of its engine, beside those that these may take."""
 
 
 class WorkerHalf:
@@ -281,17 +284,37 @@ class WorkerHalf:
         The ended transfers are reported as usual, loads as failed, because their data is lost.
 
         Raises:
-            MemoryInUseError: a transfer did not end in time, or a consumer has not unmapped the caches. They must keep
-                their memory, and transfers go on: vLLM wakes up no engine whose sleep has failed.
+            MemoryInUseError: a transfer did not end in time, or a consumer has not unmapped the caches, in this rank or
+                another one of this engine. All must keep their memory, and transfers go on: vLLM wakes up no rank of an
+                engine whose sleep has failed.
         """
         self._is_asleep = True
         if self._host_buffer is not None:
             self._host_buffer.forget_prompts()
+        problem: KVConnectorError | None = None
         try:
             self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
-        except MemoryInUseError:
+        except KVConnectorError as error:
+            problem = error
+        self._agree_to_sleep(problem)
+
+    def _agree_to_sleep(self, problem: KVConnectorError | None) -> None:
+        """Return once all ranks of this engine may sleep. Raises `problem`, or MemoryInUseError: one may not."""
+        wait_s = self._settings.config.peer.transfer_timeout_s + AGREE_S
+        try:
+            if is_any(problem is not None, engine_groups(), wait_s) and problem is None:
+                problem = MemoryInUseError(
+                    "another rank of this engine cannot let go of its caches, as its log says"
+                )
+        except RuntimeError as error:
+            problem = problem or MemoryInUseError(
+                f"another rank of this engine did not say in time whether it can sleep: {error}",
+                waited_s=wait_s,
+            )
+        if problem is not None:
+            logger.error("the caches keep their memory: %s", problem)
             self.wake()
-            raise
+            raise problem
 
     def wake(self) -> None:
         """Resume transfers, because the caches have memory again. Idempotent."""
@@ -371,4 +394,5 @@ class ReplicaHalf(WorkerHalf):
         """Do nothing: there is no worker to poll."""
 
     def sleep(self) -> None:
-        """Do nothing: no transfer is under way."""
+        """Sleep if all others do: no transfer is under way here. Raises MemoryInUseError: another rank cannot."""
+        self._agree_to_sleep(None)
