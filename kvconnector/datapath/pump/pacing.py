@@ -15,7 +15,7 @@ WORK_S = 1e-3
 """For how long any thread handles events in Python at a time: a turn of the driver's, `start_step` or a poll in an
 engine's. A driver's thread that has worked for as long then leaves the GIL for `YIELD_GIL_US`. A thread that wakes
 because the GIL was free for a moment, and finds it taken again, waits another 5 ms, each time. Without this the longest
-step with 3,000 queued prompts took 17 ms of the connector's own, for 5 to 7."""
+step with 3,000 queued prompts took 17 ms of the connector's own work, not 5 to 7."""
 YIELD_GIL_US = 100
 """How long the driver's thread sleeps in the loop for others to take the GIL and the lock, see `WORK_S`. A thread that
 waits for the GIL got it after 9 to 12 ms at most, and after 14 to 219 without."""
@@ -24,7 +24,7 @@ waits for the GIL got it after 9 to 12 ms at most, and after 14 to 219 without."
 
 PAUSE_CUDA_NS = 5_000
 """Between two looks at copies under way. A GPU's chunk takes tens of microseconds, and every look at it may take the
-driver's locks from the engine's thread: without, requests beside pure Python once took 4.8 and 5.9 ms for 2.6 to 4.0,
+driver's locks from the engine's thread: without, requests beside pure Python once took 4.8 and 5.9 ms, not 2.6 to 4.0,
 and in another run, of a later build, as long as with it."""
 LOOK_AT_LEASE_S = 1e-4
 """Longest run of the loop while a read waits for its lease, which Python looks up on a board that wakes nobody. Without
