@@ -1,5 +1,6 @@
 """A descriptor passed over a socket in a folder: to this user, who knows the nonce, while its owner lives."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -246,3 +248,81 @@ def test_a_producer_that_does_not_stop_answering_is_given_up(tmp_path, is_fast):
             fetch_segments(str(tmp_path), NONCE, 7, range(2))
         assert time.monotonic() - began_s < 3 * LIMIT_S
         thread.join()
+
+
+@contextmanager
+def answering(folder, answer):
+    """A process that has a producer's socket in a folder, and does with each client what `answer` does."""
+    path = folder / descriptor_socket._name(NONCE)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve():
+            with suppress(OSError):  # closed
+                while True:
+                    client, _ = listener.accept()
+                    with client:
+                        answer(client)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def num_open(name):
+    """Return how many descriptors of this process are a memory file of this name."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # another thread's
+            found.append(os.readlink(each))
+    return sum(each.startswith(f"/memfd:{name} ") for each in found)
+
+
+@pytest.mark.parametrize(
+    "kinds, num_fds", [("dd", 1), ("d", 1), ("ddd", 3), ("df", 2), ("ff", 1), ("", 2)]
+)
+def test_of_an_answer_with_other_descriptors_than_it_names_none_stays_open(
+    tmp_path, kinds, num_fds
+):
+    """Two segments are asked for, by "d"escriptors or "f"abric handles."""
+    text = b"".join(descriptor_socket._ANSWER.pack(kind.encode(), bytes(64)) for kind in kinds)
+    name = f"answer {kinds} {num_fds}"
+    fd = os.memfd_create(name)
+
+    def answer(client):
+        client.recv(4096)
+        socket.send_fds(client, [text or b"!"], [fd] * num_fds)
+
+    try:
+        with answering(tmp_path, answer):
+            with pytest.raises(TransportError):
+                fetch_segments(str(tmp_path), NONCE, 0, range(2))
+            assert num_open(name) == 1
+            with pytest.raises(TransportError, match="gives its memory to nobody"):
+                fetch_descriptors(str(tmp_path), NONCE, 4)
+            assert num_open(name) == 1
+    finally:
+        os.close(fd)
+
+
+def test_a_server_without_a_free_descriptor_goes_on_once_there_is_one(tmp_path, monkeypatch):
+    failures = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ENFILE, "too many")]
+    pauses = []
+
+    class Busy(socket.socket):
+        def accept(self):
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(descriptor_socket.socket, "socket", Busy)
+        patch.setattr(descriptor_socket.time, "sleep", pauses.append)
+        with server_of(tmp_path):
+            assert fetched(tmp_path) == b"pools"
+    assert pauses == [LIMIT_S, LIMIT_S]
