@@ -17,7 +17,7 @@ ELEMENT_TYPES = {"float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2":
 ROUNDINGS = {"nearest": 0, "truncated": 1, "cast": 2}
 """Rules by which fp8 stores a value, and their numbers in kvc.h; kernels/native/convert.c says what each does."""
 _WIDE = frozenset({"float16", "bfloat16"})
-BY_DIVISION, BY_RECIPROCAL, BY_PAIR = range(3)
+BY_DIVISION, BY_RECIPROCAL, BY_PAIR, BY_FACTOR = range(4)
 """Ways in which a GPU divides by a scale, see `Conversion.division`."""
 _PAIR_SCALES = (2.0**-30, 2.0**60)
 """Between these, no step of `BY_PAIR` overflows or loses bits to denormals where that could change an fp8 number."""
@@ -84,9 +84,11 @@ class Conversion:
         """True if NaN keeps its sign: a GPU's instructions know one NaN."""
         # a source's scale makes numbers larger or smaller before they are divided
         divided = self.scales if is_scaled(src_element) else self.scales[..., 1:]
-        self.division = _division(divided, is_fused=on_gpu)
+        self._factors = single_factors(src_element, dst_element, self.scales, rounding)
+        self.division = _division(divided, is_fused=on_gpu) if self._factors is None else BY_FACTOR
         """How a GPU divides by the destination's scales: `BY_DIVISION`; `BY_RECIPROCAL`, one multiplication, if all
-        are powers of two; or `BY_PAIR`, see `kernel_scales`."""
+        are powers of two; `BY_PAIR`, see `kernel_scales`; or `BY_FACTOR`, one multiplication by `single_factors`
+        instead of that by the source's scale and the division."""
         self.has_casts = on_gpu and _has_casts(device)
         """True if the device's instructions convert from and to fp8."""
         self.device_scales: torch.Tensor | None = None
@@ -105,8 +107,9 @@ class Conversion:
 
     def kernel_scales(self) -> torch.Tensor:
         """Return the scales as the Triton kernel takes them, float32 `[num_parts, num_heads, 5]`: the source's, the
-        destination's, the number nearest to the reciprocal of that, the largest number below it, and what this lacks,
-        rounded up. The last two are the reciprocal to within 2^-46 of it, and neither is 0.
+        destination's, the number nearest to the reciprocal of that, or the factor of `BY_FACTOR`, the largest number
+        below the reciprocal, and what this lacks, rounded up. The last two are the reciprocal to within 2^-46 of it,
+        and neither is 0.
         """
         import torch
 
@@ -119,8 +122,66 @@ class Conversion:
             lacking = exact - below
             rest = lacking.astype(np.float32)
             rest = np.where(rest < lacking, np.nextafter(rest, np.float32(np.inf)), rest)
+        if self._factors is not None:
+            nearest = self._factors
         columns = [self.scales[..., 0], self.scales[..., 1], nearest, below, rest]
         return torch.tensor(np.stack(columns, -1))
+
+
+def single_factors(
+    src_element: str, dst_element: str, scales: npt.NDArray[np.float32], rounding: str
+) -> npt.NDArray[np.float32] | None:
+    """Return a float for each of `scales`' rows and heads, by which every number of one kind of fp8 becomes the same
+    number of the other as by multiplying with the first scale and dividing by the second. An fp8 type has so few
+    numbers that all are tried. None: it is another conversion, or some head has no such factor, as where a quotient of
+    two roundings is on the other side of a tie than that of one.
+    """
+    if not (is_scaled(src_element) and is_scaled(dst_element)) or rounding == "truncated":
+        return None
+    pairs, places = np.unique(scales.reshape(-1, 2), axis=0, return_inverse=True)
+    ours, theirs = pairs[:, :1], pairs[:, 1:]
+    numbers = _fp8_sizes(src_element)
+    with np.errstate(over="ignore", under="ignore"):
+        stored = _fp8_places(numbers * ours / theirs, dst_element, rounding)
+        nearest = (ours.astype(np.float64) / theirs).astype(np.float32)
+        found, missing = nearest.copy(), np.arange(len(pairs))
+        beside = (np.nextafter(nearest, np.float32(to)) for to in (0, np.inf))
+        for factors in (nearest, *beside):
+            found[missing] = factors[missing]
+            tried = _fp8_places(numbers * found[missing], dst_element, rounding)
+            missing = missing[(tried != stored[missing]).any(axis=1)]
+    # infinity times 0, and 0 times infinity, would be NaN
+    if missing.size or found.min() == 0 or np.isinf(found).any():
+        return None
+    factor_of: npt.NDArray[np.float32] = found[places.reshape(scales.shape[:2]), 0]
+    return factor_of
+
+
+def _fp8_sizes(element: str) -> npt.NDArray[np.float32]:
+    """Return the numbers of an fp8 type from 0 on, infinity included if there is one."""
+    mantissa_bits, bias, count = (3, 7, 0x7F) if element == "float8_e4m3fn" else (2, 15, 0x7C)
+    exponents, mantissas = np.divmod(np.arange(count), 1 << mantissa_bits)
+    ones = np.where(exponents > 0, 1 << mantissa_bits, 0)
+    sizes = (mantissas + ones) * 2.0 ** (np.maximum(exponents, 1) - bias - mantissa_bits)
+    if element == "float8_e5m2":
+        sizes = np.append(sizes, np.inf)
+    return sizes.astype(np.float32)
+
+
+def _fp8_places(
+    sizes: npt.NDArray[np.float32], element: str, rounding: str
+) -> npt.NDArray[np.intp]:
+    """Return which number of `_fp8_sizes` stands for each size, by the rule `nearest` or `cast`."""
+    numbers = _fp8_sizes(element).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    if element == "float8_e5m2" and rounding == "cast":
+        numbers = np.append(
+            numbers, 65536.0
+        )  # stands for infinity, which is rounded to as if it were this
+    middles = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
+    # what is exactly in the middle before an even number belongs to that one
+    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))
+    return np.searchsorted(middles, sizes)
 
 
 def _division(scales: npt.NDArray[np.float32], *, is_fused: bool) -> int:

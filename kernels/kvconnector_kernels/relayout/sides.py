@@ -81,6 +81,9 @@ class PartTable:
         strides = self.rows[:, 1:]
         self.is_dim_contiguous = head_dim == 1 or bool((strides[:, 3] == item_size_bytes).all())
         self.is_token_contiguous = bool((strides[:, 2] == item_size_bytes).all())
+        is_alike = bool((strides == strides[0]).all())
+        self.strides_bytes = tuple(strides[0].tolist()) if is_alike else None
+        """The strides of every part, or None if the parts differ in them."""
         self.address_bits = _address_bits(self.rows, (num_blocks, num_heads, block_size, head_dim))
         self.num_parts = len(self.rows)
         self.device_rows = None if device == "cpu" else _upload_and_wait(self.rows, device)

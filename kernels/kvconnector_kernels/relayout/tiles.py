@@ -50,6 +50,8 @@ class SideTiling(NamedTuple):
     align_bytes: int
     # No runs, and a kernel of its own for that.
     is_adjacent: bool
+    # The block size and the strides, in words, of a paged side that has a kernel of its own; None: the kernel is told.
+    strides: tuple[int, ...] | None
 
 
 class Tile(NamedTuple):
@@ -154,6 +156,7 @@ def plan_tiles(
             # accesses of as many elements on both sides, so that a lane keeps what it loads
             _MAX_ACCESS_BYTES * item // max(items),
             is_adjacent=is_special and (isinstance(side, PackedSide) or side.runs == ADJACENT),
+            strides=_known_strides(side, item) if is_special else None,
         )
         for side, side_facts, item in zip((src, dst), facts, items, strict=True)
     )
@@ -170,6 +173,12 @@ def plan_tiles(
             is_special and geometry.num_heads <= tile.heads,
         ),
     )
+
+
+def _known_strides(side: Side, item: int) -> tuple[int, ...] | None:
+    if isinstance(side, PackedSide) or side.table.strides_bytes is None:
+        return None
+    return (side.table.block_size, *(stride // item for stride in side.table.strides_bytes))
 
 
 def _warps_that_convert(tile: Tile) -> int:
@@ -272,7 +281,13 @@ def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
 
 
 def _tile_side(
-    side: _SideFacts, tile: Tile, lead_tokens: int, access_bytes: int, *, is_adjacent: bool
+    side: _SideFacts,
+    tile: Tile,
+    lead_tokens: int,
+    access_bytes: int,
+    *,
+    is_adjacent: bool,
+    strides: tuple[int, ...] | None,
 ) -> SideTiling:
     origin = side.first_token - lead_tokens
     starts_aligned = origin % tile.tokens == 0
@@ -285,7 +300,9 @@ def _tile_side(
     elif side.is_token_contiguous and is_one_block and starts_aligned:
         axis, bits = 1, side.base_bits | side.dim_bits | tile.tokens * tile.word_bytes
     align_bytes = _alignment(bits, access_bytes)
-    return SideTiling(origin, side.base_tokens, is_one_block, axis, align_bytes, is_adjacent)
+    return SideTiling(
+        origin, side.base_tokens, is_one_block, axis, align_bytes, is_adjacent, strides
+    )
 
 
 def _alignment(bits: int, cap: int = _MAX_ACCESS_BYTES) -> int:

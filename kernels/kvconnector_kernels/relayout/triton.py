@@ -36,6 +36,28 @@ _SIDE_NUMBERS = (
     *("head_start", "origin", "block_size", "base", "run", "step"),
 )
 
+_CAST_E5M2 = tl.constexpr(
+    "{ .reg .b16 first, last; .reg .b32 found; .reg .f32 size; .reg .pred is_large;"
+    " cvt.rn.satfinite.e5m2x2.f32 first, $2, $1; cvt.rn.satfinite.e5m2x2.f32 last, $4, $3;"
+    " mov.b32 found, {first, last};"
+    + "".join(
+        f" abs.f32 size, ${index + 1}; setp.ge.f32 is_large, size, 0f47700000;"
+        f" @is_large add.u32 found, found, {1 << 8 * index};"
+        for index in range(4)
+    )
+    + " mov.b32 $0, found; }"
+)
+"""Four floats as e5m2 with infinities. The instruction stores the largest number, 57344, for all that is larger. The
+next bits are those of infinity, to which 61440 and more are rounded. NaN is not compared as large.
+"""
+
+
+@triton.jit
+def _step(row, COLUMN: tl.constexpr, STRIDES: tl.constexpr, WORD_BYTES: tl.constexpr):
+    """Return a stride in words: of blocks, heads, tokens or dim, in columns from 1 on."""
+    known: tl.constexpr = STRIDES is not None
+    return tl.full((), STRIDES[COLUMN], tl.int64) if known else tl.load(row + COLUMN) // WORD_BYTES
+
 
 # fmt: off
 @triton.jit
@@ -44,6 +66,7 @@ def _tile_pointers(
     ids,  # int32 [num_blocks of the request]; None if packed
     address, part_stride, head_stride, token_stride, dim_stride,  # bytes, of a packed side
     part, block_size, base_token, run, step,
+    STRIDES: tl.constexpr,  # `SideTiling.strides` of a paged side, if they are part of the kernel
     first_token,  # of the tile, on this side: counted from `base_token` and along the runs
     heads, tokens_mask, words,  # [HEADS], [TOKENS], [WORDS]
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
@@ -51,7 +74,9 @@ def _tile_pointers(
     ONE_BLOCK: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr, ADJACENT: tl.constexpr,
 ):
     # fmt: on
-    """Pointers to the tile's words, `[HEADS, TOKENS, WORDS]`."""
+    """Pointers to the tile's words, `[HEADS, TOKENS, WORDS]`. Known strides leave no more than a few additions for each
+    tile: the compiler computes the place of a lane's words in a tile once.
+    """
     in_tile = tl.arange(0, TOKENS)
     if rows is None:
         base = address.to(tl.int64) + part.to(tl.int64) * part_stride
@@ -61,9 +86,12 @@ def _tile_pointers(
     else:
         row = rows + part.to(tl.int64) * 5
         base = tl.load(row)
-        head_step = tl.load(row + 2) // WORD_BYTES
-        token_step = tl.load(row + 3) // WORD_BYTES
-        dim_step = tl.load(row + 4) // WORD_BYTES
+        if STRIDES is not None:
+            block_size = STRIDES[0]
+        block_step = _step(row, 1, STRIDES, WORD_BYTES)
+        head_step = _step(row, 2, STRIDES, WORD_BYTES)
+        token_step = _step(row, 3, STRIDES, WORD_BYTES)
+        dim_step = _step(row, 4, STRIDES, WORD_BYTES)
     # A constant step of one word lets the compiler see which neighbours share an access.
     if AXIS == 1:
         token_step = 1
@@ -72,22 +100,20 @@ def _tile_pointers(
     if rows is None:
         base += first_token.to(tl.int64) * token_stride
         token_offsets = in_tile.to(tl.int64) * token_step
+    elif ONE_BLOCK:
+        at = base_token + first_token
+        if not ADJACENT:
+            at = base_token + first_token // run * step + first_token % run
+        block = tl.load(ids + at // block_size).to(tl.int64)
+        start = block * block_step + (at % block_size).to(tl.int64) * token_step
+        base += start * WORD_BYTES
+        token_offsets = in_tile.to(tl.int64) * token_step
     else:
-        block_step = tl.load(row + 1) // WORD_BYTES
-        if ONE_BLOCK:
-            at = base_token + first_token
-            if not ADJACENT:
-                at = base_token + first_token // run * step + first_token % run
-            block = tl.load(ids + at // block_size).to(tl.int64)
-            start = block * block_step + (at % block_size).to(tl.int64) * token_step
-            base += start * WORD_BYTES
-            token_offsets = in_tile.to(tl.int64) * token_step
-        else:
-            # Masked tokens may lie before the first block: their index is never used.
-            along = tl.where(tokens_mask, first_token + in_tile, 0)
-            at = base_token + along // run * step + along % run
-            blocks = tl.load(ids + at // block_size, mask=tokens_mask, other=0).to(tl.int64)
-            token_offsets = blocks * block_step + (at % block_size).to(tl.int64) * token_step
+        # Masked tokens may lie before the first block: their index is never used.
+        along = tl.where(tokens_mask, first_token + in_tile, 0)
+        at = base_token + along // run * step + along % run
+        blocks = tl.load(ids + at // block_size, mask=tokens_mask, other=0).to(tl.int64)
+        token_offsets = blocks * block_step + (at % block_size).to(tl.int64) * token_step
     offsets = (
         (heads.to(tl.int64) * head_step)[:, None, None]
         + token_offsets[None, :, None]
@@ -198,7 +224,8 @@ def _divided(
     value, scale, nearest, below, rest, SRC_TYPE: tl.constexpr, DIVISION: tl.constexpr
 ):
     """Return a value divided by the destination's scale as fp8 tells the quotient from others; see `kernel_scales` for
-    the other factors. If `BY_PAIR` and the source is fp8, the value comes with the other sign.
+    the other factors. Of the other ways, 1 and 3 multiply by one factor. If `BY_PAIR` and the source is fp8, the value
+    comes with the other sign.
 
     An instruction that divides is a subroutine of a GPU, entered for every zero. So `BY_PAIR` multiplies by the sum of
     two numbers, `below` and `rest`: the quotient has an error of at most 1.5 * 2^-46 of it before its only rounding.
@@ -215,7 +242,7 @@ def _divided(
     """
     if DIVISION == 0:
         found = tl.math.div_rn(value, tl.broadcast_to(scale, value.shape))
-    elif DIVISION == 1:
+    elif DIVISION % 2 == 1:
         found = value * nearest
     elif SRC_TYPE <= 2:
         found = tl.fma(value, tl.broadcast_to(below, value.shape), value * rest)
@@ -240,11 +267,12 @@ def _cast(value, TYPE: tl.constexpr, ROUNDING: tl.constexpr):
         found = tl.where(is_nan, tl.full((), 0x7FC0, tl.uint16), found)
     elif TYPE == 3:
         found = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif ROUNDING == 2:
+        found = tl.inline_asm_elementwise(
+            _CAST_E5M2, "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4
+        )
     else:
         found = value.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-        if ROUNDING == 2:  # infinity follows the largest number, 57344
-            infinity = (found & 0x80) | tl.full((), 0x7C, tl.uint8)
-            found = tl.where(tl.abs(value) >= 61440.0, infinity, found)
     return found
 
 
@@ -307,9 +335,9 @@ def relayout_kernel(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
     ONE_WORD_TILE: tl.constexpr, ONE_HEAD_TILE: tl.constexpr, EVEN_TOKENS: tl.constexpr,
     SRC_ONE_BLOCK: tl.constexpr, SRC_AXIS: tl.constexpr, SRC_ALIGN: tl.constexpr,
-    SRC_ADJACENT: tl.constexpr,
+    SRC_ADJACENT: tl.constexpr, SRC_STRIDES: tl.constexpr,
     DST_ONE_BLOCK: tl.constexpr, DST_AXIS: tl.constexpr, DST_ALIGN: tl.constexpr,
-    DST_ADJACENT: tl.constexpr,
+    DST_ADJACENT: tl.constexpr, DST_STRIDES: tl.constexpr,
 ):
     # fmt: on
     """Copies tiles `program_id`, `program_id + num_programs`, ...; words vary fastest, then heads, tokens, parts."""
@@ -337,35 +365,40 @@ def relayout_kernel(
         src = _tile_pointers(
             src_rows, src_ids,
             src_address, src_part_stride, src_head_stride, src_token_stride, src_dim_stride,
-            src_part_start + part, src_block_size, src_base, src_run, src_step,
+            src_part_start + part, src_block_size, src_base, src_run, src_step, SRC_STRIDES,
             src_origin + tile_start, src_head_start + heads, tokens_mask, words,
             WORD, WORD_BYTES, HEADS, TOKENS, WORDS, SRC_ONE_BLOCK, SRC_AXIS, SRC_ALIGN, SRC_ADJACENT,
         )
         dst = _tile_pointers(
             dst_rows, dst_ids,
             dst_address, dst_part_stride, dst_head_stride, dst_token_stride, dst_dim_stride,
-            dst_part_start + part, dst_block_size, dst_base, dst_run, dst_step,
+            dst_part_start + part, dst_block_size, dst_base, dst_run, dst_step, DST_STRIDES,
             dst_origin + tile_start, dst_head_start + heads, tokens_mask, words,
             DST_WORD, DST_WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN, DST_ADJACENT,
         )
         # fmt: on
         found = tl.load(src, mask=mask)
         if scales is not None:
+            # ptxas, which saves registers, would have each load wait for the conversion of what the one before it
+            # loaded. It moves no load past a barrier: neither those of elements nor, back, those of the scales, without
+            # which nothing can be converted.
+            tl.debug_barrier()
             # a chunk has no parts of its own: it starts with part 0
             row = (src_part_start if dst_rows is None else dst_part_start) + part
             factors = scales + (row.to(tl.int64) * num_heads + heads) * 5
             is_head = heads < num_heads
+            # the compiler leaves out those that are not used
+            source = tl.load(factors, mask=is_head, other=1.0)[:, None, None]
+            scale = tl.load(factors + 1, mask=is_head, other=1.0)[:, None, None]
+            nearest = tl.load(factors + 2, mask=is_head, other=1.0)[:, None, None]
+            below = tl.load(factors + 3, mask=is_head, other=1.0)[:, None, None]
+            rest = tl.load(factors + 4, mask=is_head, other=1.0)[:, None, None]
             value = _value_of(found, SRC_TYPE, HAS_CASTS)
-            if SRC_SCALED:
-                scale = tl.load(factors, mask=is_head, other=1.0)
+            if SRC_SCALED and DIVISION != 3:
                 if DST_SCALED and ROUNDING != 1 and DIVISION == 2:
-                    scale = -scale
-                value = value * scale[:, None, None]
+                    source = -source
+                value = value * source
             if DST_SCALED:
-                scale = tl.load(factors + 1, mask=is_head, other=1.0)[:, None, None]
-                nearest = tl.load(factors + 2, mask=is_head, other=1.0)[:, None, None]
-                below = tl.load(factors + 3, mask=is_head, other=1.0)[:, None, None]
-                rest = tl.load(factors + 4, mask=is_head, other=1.0)[:, None, None]
                 if ROUNDING == 1:
                     value = value * nearest
                 else:
@@ -471,10 +504,12 @@ def kernel_constants(tiling: Tiling, conversion: Conversion | None = None) -> di
         "SRC_AXIS": tiling.src.contiguous_axis,
         "SRC_ALIGN": tiling.src.align_bytes,
         "SRC_ADJACENT": tiling.src.is_adjacent,
+        "SRC_STRIDES": tiling.src.strides,
         "DST_ONE_BLOCK": tiling.dst.is_one_block,
         "DST_AXIS": tiling.dst.contiguous_axis,
         "DST_ALIGN": tiling.dst.align_bytes,
         "DST_ADJACENT": tiling.dst.is_adjacent,
+        "DST_STRIDES": tiling.dst.strides,
     }
 
 

@@ -21,10 +21,12 @@ from kvconnector_kernels.relayout import (
 )
 from kvconnector_kernels.relayout.convert import (
     BY_DIVISION,
+    BY_FACTOR,
     BY_PAIR,
     BY_RECIPROCAL,
     element_bytes,
     is_scaled,
+    single_factors,
 )
 from tests.kernels.relayout.pools import (
     ORDERS,
@@ -227,6 +229,58 @@ def test_a_division_becomes_a_multiplication_only_where_that_is_the_same(
     assert sent == ["cuda:0"]
     assert torch.equal(made[0].kernel_scales(), made[1].kernel_scales())
     assert made[1].scales_address == made[1].kernel_scales().data_ptr()
+
+
+@examples(60)
+@given(
+    src_element=st.sampled_from(NARROW),
+    dst_element=st.sampled_from(NARROW),
+    rounding=st.sampled_from(["nearest", "cast"]),
+    quotients=st.sampled_from([1.0, 1.5, 2.0, 0.3, 1e-3, 17.0, 2.0**-30, 1e30, 1e-39]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_one_factor_stands_for_two_scales_if_it_gives_the_same_numbers(
+    src_element, dst_element, rounding, quotients, seed
+):
+    """Factors are found for most scales, and are right for every number; scales without one are left to others."""
+    random = np.random.default_rng(seed)
+    theirs = random.uniform(0.01, 3, 8).astype(np.float32)
+    ours = (theirs * np.float32(quotients) * random.choice([1, 1, 1.01], 8)).astype(np.float32)
+    scales = np.stack([ours, theirs], -1).reshape(2, 4, 2)
+    found = single_factors(src_element, dst_element, scales, rounding)
+    conversion = Conversion(src_element, dst_element, scales, "cpu", rounding=rounding)
+    assert (conversion.division == BY_FACTOR) == (found is not None)
+    if found is None:
+        return
+    assert found.shape == (2, 4)
+    assert np.array_equal(conversion.kernel_scales()[..., 2].numpy(), found)
+    numbers = every_number(src_element).view(1, 1, 1, 256)
+    alone = np.stack([found, np.ones_like(found)], -1)
+    for row in range(2):
+        for head in range(4):
+            stored = []
+            for pair in (scales, alone):
+                one = pair[row : row + 1, head : head + 1].copy()
+                single = Conversion(src_element, dst_element, one, "cpu", rounding=rounding)
+                stored.append(torch.zeros(1, 1, 1, 256, dtype=torch.uint8))
+                relayout_naive(
+                    [numbers], [stored[-1]], [0], [0], num_heads=1, num_tokens=1, conversion=single
+                )
+            assert torch.equal(*stored)
+
+
+def test_scales_have_a_single_factor_unless_two_roundings_tell_ties_apart():
+    scales = np.random.default_rng(0).uniform(0.01, 3, (500, 1, 2)).astype(np.float32)
+    for src, dst in product(NARROW, NARROW):
+        found = [single_factors(src, dst, each[None], "nearest") is not None for each in scales]
+        assert np.mean(found) > 0.99
+    # 0.66 / 0.44 is 1.5, by which every second number is in the middle between two others
+    tied = np.float32([[[0.66, 0.44]]])
+    assert single_factors("float8_e4m3fn", "float8_e4m3fn", tied, "nearest") is None
+    assert single_factors("float8_e4m3fn", "float8_e4m3fn", scales, "truncated") is None
+    assert single_factors("bfloat16", "float8_e4m3fn", scales, "nearest") is None
+    far = np.float32([[[1e-30, 1e30]]])
+    assert single_factors("float8_e5m2", "float8_e5m2", far, "cast") is None
 
 
 def test_the_oracle_knows_what_each_rule_does():

@@ -69,6 +69,14 @@ def test_lanes_convert_what_they_load(hopper_code):
     assert hopper_code["converting_accesses"] == wanted
 
 
+def test_all_of_a_tile_is_under_way_before_any_of_it_is_converted(hopper_code):
+    """One look at the tables and at block ids, then all elements, then their conversion: a tile waits twice."""
+    for order in hopper_code["orders"]:
+        assert order.startswith("TLS")
+        assert order.count("T") == order.count("L") == 1
+        assert order.endswith("W")
+
+
 def test_hopper_code_converts_exactly(hopper_code):
     """By the instructions for fp8 where there are some, without dividing. Else it divides as IEEE 754 does, and leaves
     no rounding to instructions that some GPUs lack. Denormals are kept.
