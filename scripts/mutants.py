@@ -21,6 +21,7 @@ import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._tests: subprocess.Popen[str] | None = None
         keep_out = shutil.ignore_patterns("logs", ".hypothesis", ".pytest_cache")
         for name in FOLDERS:
             shutil.copytree(ROOT / name, folder / name, ignore=keep_out)
@@ -99,20 +101,28 @@ class Tree:
         if needs:
             # not `-m needs`: a room has pure tests, too, which carry no marker
             pytest += ["-W", "default"]
-        try:
-            done = subprocess.run(
-                [*pytest, *tests],
-                cwd=self.folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return NOTICED[0], f"no end within {LIMIT_S} s"
-        return done.returncode, done.stdout
+        with subprocess.Popen(
+            [*pytest, *tests],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as self._tests:
+            try:
+                output, _ = self._tests.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._tests.kill()
+                return NOTICED[0], f"no end within {LIMIT_S} s"
+            except BaseException:  # the campaign is told to end
+                self._tests.kill()
+                raise
+        return self._tests.returncode, output
+
+    def stop(self) -> None:
+        """End the tests that run. Any thread may call this."""
+        if self._tests is not None:
+            self._tests.kill()
 
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -142,9 +152,10 @@ def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
 
 def run(mutants: list[Mutant], jobs: int, folder: Path) -> list[str]:
     """Try all mutants, `jobs` at a time; print each result and return the complaints."""
+    all_trees = [Tree(folder / str(number)) for number in range(jobs)]
     trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-    for number in range(jobs):
-        trees.put(Tree(folder / str(number)))
+    for made in all_trees:
+        trees.put(made)
 
     def attempt(mutant: Mutant) -> str | None:
         tree = trees.get()
@@ -165,12 +176,18 @@ def run(mutants: list[Mutant], jobs: int, folder: Path) -> list[str]:
     complaints = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(attempt, mutant): mutant for mutant in mutants}
-        for ended in as_completed(running):
-            mutant, complaint = running[ended], ended.result()
-            result = complaint or ("equivalent" if mutant.equivalent else "killed")
-            print(f"{mutant.room}: {mutant.name}: {result}", flush=True)
-            if complaint:
-                complaints.append(f"{mutant.room}: {mutant.name}: {complaint}")
+        try:
+            for ended in as_completed(running):
+                mutant, complaint = running[ended], ended.result()
+                result = complaint or ("equivalent" if mutant.equivalent else "killed")
+                print(f"{mutant.room}: {mutant.name}: {result}", flush=True)
+                if complaint:
+                    complaints.append(f"{mutant.room}: {mutant.name}: {complaint}")
+        except BaseException:  # it is told to end
+            pool.shutdown(wait=False, cancel_futures=True)
+            for each in all_trees:
+                each.stop()
+            raise
     return complaints
 
 
@@ -231,6 +248,7 @@ def main(
     if left_out:
         rest = sorted({mutant.room for mutant in left_out})
         print(f"left out: {len(left_out)} mutants of {rest}, which need {sorted(lacking)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its tests and copies end with it
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         complaints = run(mutants, max(1, min(jobs, len(mutants))), Path(folder))
     print("\n".join(complaints) or f"all {len(mutants)} mutants are noticed, or equivalent")
