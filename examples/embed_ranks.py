@@ -24,9 +24,8 @@ def rank_process(pipe: Connection, engine_id: str, role: str, tp_rank: int, tp_s
     shape = (BLOCKS, len(heads), 16, HEAD_DIM)
     values = torch.arange(heads.start, heads.stop).reshape(1, -1, 1, 1) * float(role == "producer")
     caches = {n: (values.expand(shape).clone(), torch.zeros(shape)) for n in range(LAYERS)}
-    rank = kvc.Rank(
-        pp_rank=0, tp_rank=tp_rank
-    )  # its pipeline stage, and its place among the stage's
+    # its pipeline stage, and its place among the stage's ranks
+    rank = kvc.Rank(pp_rank=0, tp_rank=tp_rank)
     with kvc.Worker(config_of(engine_id, role), rank=rank, model="my-model@rev1") as worker:
         worker.register(caches, total_heads=HEADS, head_start=heads.start)
         pipe.send_bytes(encode(worker.handshake()))
