@@ -4,9 +4,9 @@
  * progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
  *
  * When it is free. The driver's thread owns it while it works. It releases it in three places, all inside the loop: while
- * it sleeps on descriptors, while it pauses between two passes, and from its last pass until it has the GIL back. The
- * last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the engine
- * from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it
+ * it sleeps on descriptors, for a moment after a pass that moved nothing, and from its last pass until it has the GIL
+ * back. The last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the
+ * engine from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it
  * has worked in Python for long, it sleeps there first, for `yield_gil_us`, unless the run itself took as long:
  * otherwise it would take the GIL again before a waiting thread is awake.
  *

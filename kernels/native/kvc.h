@@ -328,7 +328,6 @@ struct kvc_state {
     int (*copy_to_host)(void *to, uint64_t from, size_t nbytes); /* CUresult; both wait */
     int (*copy_to_device)(uint64_t to, const void *from, size_t nbytes);
     int64_t spin_after_work_ns;    /* how long to spin after something moved, before sleeping */
-    int64_t pause_between_passes_ns; /* while nothing moves, but copies are under way */
     int (*begin)(void *argument);  /* called at the start of each run, if not null */
     void *begin_argument;
     /* C functions [C], the objects they take, and memory for what they return */

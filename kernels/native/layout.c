@@ -203,7 +203,6 @@ const struct kvc_layout_entry kvc_layout[] = {
     FIELD(state, copy_to_host),
     FIELD(state, copy_to_device),
     FIELD(state, spin_after_work_ns),
-    FIELD(state, pause_between_passes_ns),
     FIELD(state, begin),
     FIELD(state, begin_argument),
     FIELD(state, worker),

@@ -4,7 +4,7 @@
  * posted, unpacked, posted again for its next chunk. A direct read of a peer's memory: one part per call, or all at once
  * on a GPU. Nothing waits while anything else can move.
  *
- * Threads. The caller owns the driver lock (driver_lock.c). The loop releases it while it pauses or sleeps, so whatever
+ * Threads. The caller owns the driver lock (driver_lock.c). The loop releases it between passes and while it sleeps, so whatever
  * it knows of the records is looked up again after that.
  */
 #include "kvc.h"
@@ -535,13 +535,11 @@ static bool is_readable(const struct kvc_run *run, int64_t first, int64_t timeou
     return poll(run->poll_fds + first, (nfds_t)count, (int)timeout_ms) != 0;
 }
 
-/* Wait a moment, in which another thread may acquire the lock. */
-static void pause_between(struct kvc_state *state, const struct kvc_run *run, int64_t now)
+/* Let another thread acquire the lock that tries at this moment, for as long as it takes to read the clock. */
+static void offer_lock(struct kvc_state *state, const struct kvc_run *run)
 {
-    int64_t pause_ns = state->pause_between_passes_ns;
     kvc_lock_release(state, run);
-    while (kvc_now_ns(state) - now < pause_ns)
-        ;
+    kvc_now_ns(state);
     kvc_lock_acquire(state, run);
 }
 
@@ -557,11 +555,11 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
         kvc_lock_forget_wakes(state);
 }
 
-/* Pause while something may end any moment, which no sleep is short enough for; else sleep. */
+/* Look again at once while something may end any moment, which no sleep is short enough for; else sleep. */
 static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
     if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state)) {
-        pause_between(state, run, now);
+        offer_lock(state, run);
         return;
     }
     sleep_for(state, run, left_ns);

@@ -127,9 +127,6 @@ class RankProcess:
 
         for name, value in constants.items():
             setattr(pacing, name, type(getattr(pacing, name))(value))
-        thread = self._worker._thread
-        assert thread is not None  # the worker has registered the pools
-        thread._datapath.state.pace()
 
     def usage(self) -> Usage:
         return process_usage()

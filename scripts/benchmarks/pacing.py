@@ -24,7 +24,6 @@ OFF: Mapping[str, dict[str, float]] = {
     "WORK_S": {"WORK_S": 1e3},
     "YIELD_GIL_US": {"YIELD_GIL_US": 0},
     AGAIN: {},
-    "PAUSE_CUDA_NS": {"PAUSE_CUDA_NS": 0},
     "LOOK_AT_LEASE_S": {"LOOK_AT_LEASE_S": pacing.MAX_SLEEP_S},
     "LOOK_AGAIN_S": {"LOOK_AGAIN_S": pacing.MAX_SLEEP_S},
     "CHECK_PEERS_S": {"CHECK_PEERS_S": 1e3},
@@ -50,7 +49,6 @@ class PacingOptions(BenchOptions, frozen=True, kw_only=True):
 def run(options: PacingOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield a case for each request size, rhythm and load, with a measurement for each constant."""
     deployment = Deployment(options, in_flight=2)
-    variants = {name: values for name, values in OFF.items() if _counts(name, options.device)}
     cases = [
         (num_tokens, rhythm, loads)
         for num_tokens, rhythm, loads in product(options.tokens, gil.RHYTHMS, LOADS)
@@ -58,7 +56,7 @@ def run(options: PacingOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         if loads != gil.IDLE or not gil.RHYTHMS[rhythm]
     ]
     found: dict[tuple[int, str, gil.Loads], Found] = {
-        case: {name: ([], []) for name in variants} for case in cases
+        case: {name: ([], []) for name in OFF} for case in cases
     }
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
@@ -72,8 +70,8 @@ def run(options: PacingOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                 progress(f"round {number}, {num_tokens} tokens, {rhythm}, {beside}")
                 longest, apart = gil.prepared(pair, False, transfers)
                 # backwards in every other round, so that no variant always follows the same one
-                for name in list(variants)[:: 1 if number % 2 else -1]:
-                    _pace(pair, _DEFAULTS | variants[name])
+                for name in list(OFF)[:: 1 if number % 2 else -1]:
+                    _pace(pair, _DEFAULTS | OFF[name])
                     turns = gil.drive(pair, gil.RHYTHMS[rhythm], loads, apart)
                     seconds, all_turns = found[case][name]
                     seconds += gil.seconds_of(turns)
@@ -89,10 +87,6 @@ def run(options: PacingOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 _DEFAULTS: dict[str, float] = {
     name: getattr(pacing, name) for values in OFF.values() for name in values
 }
-
-
-def _counts(name: str, device: str) -> bool:
-    return device != "cpu" or "CUDA" not in name
 
 
 def _pace(pair: EnginePair, constants: dict[str, float]) -> None:

@@ -237,7 +237,7 @@ class State(ctypes.Structure):
         *_pointers("copy copy_context"),
         *_numbers("job_bytes"),
         *_pointers("digest digest_room copy_to_host copy_to_device"),
-        *_numbers("spin_after_work_ns pause_between_passes_ns"),
+        *_numbers("spin_after_work_ns"),
         *_pointers("begin begin_argument worker worker_progress worker_arm tag_send tag_recv"),
         *_pointers("tag_probe request_status request_free request_cancel recv_test send_param"),
         *_pointers("recv_param recv_info"),

@@ -22,10 +22,6 @@ waits for the GIL got it after 9 to 12 ms at most, and after 14 to 219 without."
 
 # ---- pace: how often the loop looks ----
 
-PAUSE_CUDA_NS = 5_000
-"""Between two looks at copies under way. A GPU's chunk takes tens of microseconds, and every look at it may take the
-driver's locks from the engine's thread: without, requests beside pure Python once took 4.8 and 5.9 ms, not 2.6 to 4.0,
-and in another run, of a later build, as long as with it."""
 LOOK_AT_LEASE_S = 1e-4
 """Longest run of the loop while a read waits for its lease, which Python looks up on a board that wakes nobody. Without
 it, a read whose lease is late is sent, since `WAIT_FOR_LEASE_S` is over before the next look."""

@@ -100,18 +100,11 @@ class LoopState:
         state.begin, state.begin_argument = copies.begin
         state.job_bytes = ctypes.sizeof(copies.job)
         state.spin_after_work_ns = round(spin_s * pacing.NS_PER_S)
-        self._on_gpu = copies.on_gpu
-        self.pace()
         if copies.digests is not None:
             copies.digests.attach(state)
         self._kept = recv_info, params, runs
         for owner in (LOOK, r.DRIVER, r.INLINE):
             self.watch(owner, ())
-
-    def pace(self) -> None:
-        """Take the loop's constants from `pacing`."""
-        state = self.record
-        state.pause_between_passes_ns = pacing.PAUSE_CUDA_NS if self._on_gpu else 0
 
     def close(self) -> None:
         """Close `wake_fd`. Later wake-ups write nowhere, since another file may get its number. Idempotent."""
