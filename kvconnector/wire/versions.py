@@ -12,8 +12,7 @@ Kinds in `codec.FIXED` are read in any version, because two engines that have no
 
 Versions: 1, the first. 2: heartbeats name what is followed, and messages travel in batches. 3: `Progress` has a
 watermark as one field, a greeting names the segments of all reads, and a read only ranges, which both sides cut into
-the same chunks. 4: all messages travel on the control channel; greetings name no inbox for messages over UCX, where a
-producer of version 3 that is named none stays on the control channel, too.
+the same chunks. 4: a read may be refused because the producer took the offer back (`Refusal.RECLAIMED`).
 """
 
 from __future__ import annotations

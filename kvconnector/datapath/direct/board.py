@@ -2,8 +2,8 @@
 
 *Layout.* A table of `num_buckets` buckets, a power of two, with 8 entries each. An entry is valid for a read if its key
 is the lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within
-`ahead`: the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. A lease may grow: its numbers are then
-written anew.
+`ahead`: the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. If a lease grows, its numbers are
+written again.
 
 *Writer.* The producer's driver alone writes `key` and `expected` at once, `ready`, `num_tokens` and `ahead` after the
 kernels that fill the blocks. On a GPU that is a write in a stream, which happens later, in order.
