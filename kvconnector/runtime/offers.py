@@ -230,7 +230,7 @@ class Offers:
                 request=request_id,
             )
         ids, firsts = block_lists(request_id, blocks, first_blocks, len(self._groups))
-        stream = self._streams.get(request_id) or Stream(request_id, new_secret())
+        stream = self._streams.get(request_id) or Stream(self._new_name(request_id), new_secret())
         try:
             msgspec.convert(stream.transfer_id, Id).encode()
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -266,6 +266,13 @@ class Offers:
             lease_duration_s=lease_duration_s,
             extra=extra,
         )
+
+    def _new_name(self, request_id: str) -> str:
+        """Return a name for an offer's transfer: the request's, unless a client has given it to another transfer."""
+        name = request_id
+        while name in self._names:
+            name = f"{request_id}-{new_secret()[:8]}"
+        return name
 
     def released(self, request_id: str) -> None:
         """Record that the blocks of a request are free."""

@@ -86,6 +86,20 @@ def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, c
     assert producer.held == {"r"}
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_an_offer_has_a_name_that_no_client_has_given_to_another_transfer(producer, is_held):
+    """Workers would refuse the second of two leases of one name, and its request would have no reader."""
+    offered = {"blocks": [[1, 2]], "num_tokens": 8}
+    producer.on_new_request("streamed", {**STREAMED, "transfer_id": "r"})
+    if is_held:
+        producer.offer("streamed", **offered)
+    params = producer.offer("r", **offered)
+    names = {order.transfer_id for order in producer.build_step().orders if order.request_id == "r"}
+    assert len(names) == 1
+    assert "r" not in names
+    assert params["remote_request_id"].startswith(f"{names.pop()}|")
+
+
 def test_held_requests_are_a_view(producer):
     """It makes no copy: every step's report is compared with them, and thousands may be held."""
     held = producer.held
