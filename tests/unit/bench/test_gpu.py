@@ -29,7 +29,23 @@ def test_two_processes_move_a_cache_between_pools_of_one_gpu():
 
 def test_relayout():
     (case,) = _run("relayout")
-    assert {each.kind for each in case.measurements} == {"ours", "limit"}
+    assert [each.kind for each in case.measurements] == ["ours", "variant", "limit"]
+    assert not case.notes
+
+
+@pytest.mark.parametrize(
+    "prefill, decode",
+    [
+        ("dtype=float8_e4m3fn,scale=0.3", "block=64,dtype=float8_e4m3fn,scale=0.41"),
+        ("dtype=bfloat16", "layout=HND,dtype=float8_e5m2,scale=0.3,rounding=cast"),
+    ],
+)
+def test_a_converting_copy(prefill, decode):
+    shapes = {"prefill": EngineShape.parse(prefill), "decode": EngineShape.parse(decode)}
+    (case,) = _run("relayout", **shapes)
+    kinds = ["ours", "variant", "variant", "variant", "limit"]
+    assert [each.kind for each in case.measurements] == kinds
+    assert len(case.notes) == 2
 
 
 @pytest.mark.ucx
