@@ -46,7 +46,7 @@ class Scheduler:
     """Decides which finished requests to hold for a consumer, and how many tokens of a new one to load from a producer.
 
     An engine that holds requests has a directory service on `control.host:port` until `close`. As a context manager it
-    closes itself. All methods are for one thread.
+    closes itself. Call all methods from one thread.
 
     Args:
         config: The engine's settings, the same as its workers have.
@@ -112,8 +112,8 @@ class Scheduler:
         lease_duration_s: float = 0.0,
         extra: bytes = b"",
     ) -> dict[str, Any]:
-        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request. If ids
-        are outside a rank's pool, that is soon, with the reason in `failed_sending`.
+        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request. If
+        block ids are outside a rank's pool, it does so soon, with the reason in `failed_sending`.
 
         Args:
             request_id: The engine's name for the request.
@@ -122,7 +122,7 @@ class Scheduler:
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these.
             lease_duration_s: Above zero, takes the place of `lease.duration_s` until a consumer reads or renews.
-            extra: At most 256 bytes of this engine's for consumers that follow the request: see `WorkerOutput.extras`.
+            extra: At most 256 bytes for the engines of consumers that follow the request: see `WorkerOutput.extras`.
 
         Returns:
             The `kv_transfer_params` for the consumer's request.

@@ -52,9 +52,9 @@ LOOK_S = 0.5
 class Worker:
     """One rank's connector: `register` the caches once, then `start_step` and `poll` once an engine step.
 
-    All methods are for one thread of the engine, except `wait`. As a context manager it closes itself. One that is
-    collected without `close` stops by itself, in its driver's thread, and warns with a `ResourceWarning`; one that is
-    left at the interpreter's exit is closed there, within seconds.
+    Call all methods from one thread of the engine, except `wait`. As a context manager it closes itself. A worker that
+    is garbage-collected without `close` is stopped in its driver's thread, with a `ResourceWarning`; one that is left
+    when the interpreter exits is closed then, within seconds.
 
     Args:
         config: The engine's settings, the same in every rank. The role is `config.role`.
@@ -119,11 +119,11 @@ class Worker:
                 the memory of a group that `cache_group` did not make is its `memory`; otherwise the caller keeps it.
             total_heads: KV heads of the model; 0 where this rank holds all.
             head_start: First of the heads that this rank holds.
-            num_optional: How many of the cache groups, from the last on, another engine may lack, such as a draft
-                model's on decode engines only. They are loaded from producers that have them, and from others
-                everything else is: their blocks then keep what they held. Every rank states the same number; both
-                engines list the groups that both have first, in one order. An offer, a load and `grow` name blocks of
-                all groups of the own engine, whatever the other one has.
+            num_optional: How many of the cache groups, counted from the last, another engine may lack, such as a draft
+                model's that only decode engines have. They are loaded from producers that have them; from others
+                everything else is loaded, and their blocks keep what they held. Every rank states the same number, and
+                both engines list the groups that both have first, in the same order. `offer`, `load` and `grow` name
+                blocks of all groups of this engine, whatever the other one has.
 
         Raises:
             LocalError: caches were registered before.
@@ -185,9 +185,9 @@ class Worker:
         )
 
     def start_step(self, step: StepMetadata) -> None:
-        """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
-        blocks, except for a prompt that is withdrawn while it is computed: then it waits, at most 5 ms, until consumers
-        can no longer read its blocks. It leaves greetings, and copies on CPUs, to the driver's thread.
+        """Take one step's orders from the scheduler half, and begin them if the driver's thread sleeps. Never blocks,
+        except in a step that withdraws a prompt while it is computed: then it waits, at most 5 ms, until consumers can
+        no longer read the prompt's blocks. It leaves greetings, and copies on CPUs, to the driver's thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others continue: a load is reported as failed, and its producer notified; a lease is not granted,
@@ -271,8 +271,8 @@ class Worker:
         thread.withdraw_pools(until_s - time.monotonic())
 
     def resume(self) -> None:
-        """Take orders again: the caches have memory again. An engine whose caches got more memory, at the ends of their
-        ranges, calls this, too, so that consumers on this host can read it. Idempotent.
+        """Take orders again, after `quiesce`, once the caches have memory again. Call it also when the caches got more
+        memory at the ends of their ranges, so that consumers on this host can read it. Idempotent.
         """
         self._is_quiet = False
         if self._thread is not None:
@@ -286,7 +286,7 @@ class Worker:
     def layer_written(self, layer: int) -> None:
         """Report that the current stream's queued work completes a layer of this step in the caches. Consumers that
         stream a prompt then read the layer while the next ones are computed, if those before it are written, too. Never
-        blocks. From engines that do not call it consumers read whole steps.
+        blocks. If an engine does not call it, consumers read whole steps.
 
         Args:
             layer: Its global index.
@@ -307,7 +307,7 @@ class Worker:
 
     def poll(self) -> WorkerOutput:
         """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has work but
-        waits for the GIL, the calling thread does it.
+        waits for the GIL, the calling thread does that work.
         """
         if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()

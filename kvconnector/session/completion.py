@@ -115,7 +115,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
-    computed again. `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
+    computed again. `kv_cache_events` are names that the engine chooses, passed on once every worker has reported them.
     `expected_finished_count`, if not 0, is how many workers report each request that is first reported later.
     """
 
