@@ -11,6 +11,7 @@ from kvconnector.planning import (
     KeepsEncoder,
     KeepsState,
     KeepsWindow,
+    from_whole_block,
     retention_named,
 )
 
@@ -73,3 +74,18 @@ def test_an_extent_is_at_least_one_token(kind):
 )
 def test_a_retention_has_a_name(keeps, retention):
     assert retention_named(*keeps) == retention
+
+
+@given(st.data())
+def test_a_range_begins_with_a_whole_block_only_where_the_producer_has_it(data):
+    """Token by token: of the block in which the range begins, in blocks of the consumer's length alone."""
+    size, cached, theirs = (data.draw(st.integers(1, 6)) for _ in range(3))
+    stop = data.draw(TOKENS)
+    tokens = range(data.draw(st.integers(0, stop)), stop)
+    held = range(data.draw(st.integers(0, tokens.start // theirs)), -(-stop // theirs))
+    found = from_whole_block(tokens, cached, held, size)
+    whole = [token for token in range(stop) if tokens and token // cached >= tokens.start // cached]
+    # the producer's blocks, taken for blocks of the consumer's length, as their numbers alone are known
+    is_held = held.stop == -(-stop // size) and all(token >= held.start * size for token in whole)
+    assert list(found) == (whole if is_held and whole else list(tokens))
+    assert found.stop == stop

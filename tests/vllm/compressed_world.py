@@ -30,11 +30,13 @@ except ImportError:
 
 RATIOS = (0, 128, 4, 128, 4, 0)
 NUM_BLOCKS = 420
-LATENT, INDEX = (576, 8), (128, 4)
+LATENT, SCALE = (576, 8), 4
 
 
-def specs_of(ratios, *, packed=True):
-    """Return DeepSeek-V4's caches by layer name, each with its backend. If not `packed`, rows are bf16."""
+def specs_of(ratios, *, packed=True, index_bytes=132):
+    """Return DeepSeek-V4's caches by layer name, each with its backend. If not `packed`, rows are bf16. The
+    indexer's keys have 132 bytes in fp8, and 68 in MXFP4.
+    """
     aligned = 576 if packed else 512
     content = {"state_content_bytes": 584} if packed else {}
     kind = {"cache_dtype_str": "fp8_ds_mla" if packed else "auto", "model_version": "deepseek_v4"}
@@ -69,7 +71,11 @@ def specs_of(ratios, *, packed=True):
             found[f"{name}.compressor.state_cache"] = state(width, block, extent)
         if ratio == 4:
             index = kv.MLAAttentionSpec(
-                block_size=256, head_size=132, dtype=torch.uint8, tokens_per_state=4, **common
+                block_size=256,
+                head_size=index_bytes,
+                dtype=torch.uint8,
+                tokens_per_state=4,
+                **common,
             )
             found[f"{name}.indexer.k_cache"] = index, "DEEPSEEK_V4_INDEXER"
             found[f"{name}.indexer.compressor.state_cache"] = state(512, 4, 8)
@@ -182,7 +188,9 @@ class Engine:
                 if window == 128 and backend == "CompressorBackend":
                     first = num_tokens // 128 * 128  # the row that is not complete
                 first = max(first if is_followed else first // per_page * per_page, hit)
-                planes = LATENT if width == 584 else INDEX if "INDEXER" in backend else (width,)
+                is_index = "INDEXER" in backend
+                planes = (width - SCALE, SCALE) if is_index else (width,)
+                planes = LATENT if width == 584 else planes
                 rows = range(first // m, num_tokens // m)
                 for index in range(
                     rows.start // per_page, -(-rows.stop // per_page) if rows else 0

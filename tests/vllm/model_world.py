@@ -123,6 +123,32 @@ def glm_5() -> Layers:
     return found
 
 
+def deepseek_v3_2() -> Layers:
+    """Each layer with an indexer; the last one is its draft's (MTP)."""
+    packed = {"state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla"}
+    found: Layers = {}
+    for number in range(4):
+        name = f"model.layers.{number}.self_attn"
+        found[f"{name}.attn"] = latent(576, torch.uint8, **packed), "FLASHMLA_SPARSE"
+        index = latent(132, torch.uint8, cache_role=kv.SparseCacheRole.INDEXER)
+        found[f"{name}.indexer.k_cache"] = index, "DEEPSEEK_V32_INDEXER"
+    return found
+
+
+def glm_5_3() -> Layers:
+    """GLM-5.3-Flash: keys of four tokens in a row, and in a ring those of the row that has begun, with their gates."""
+    packed = {"state_content_bytes": 656, "cache_dtype_str": "fp8_ds_mla", "block_size": 256}
+    keys = {"block_size": 256, "tokens_per_state": 4, "cache_role": kv.SparseCacheRole.INDEXER}
+    ring = grouped(2, 128, kv.CircularBufferSpec, block_size=4, head_size_v=0, dcp_sharded=False)
+    found: Layers = {}
+    for number in range(3):
+        name = f"model.layers.{number}.self_attn"
+        found[f"{name}.attn"] = latent(576, torch.uint8, **packed), "FLASHMLA_SPARSE"
+        found[f"{name}.indexer.k_cache"] = latent(132, torch.uint8, **keys), "DEEPSEEK_V32_INDEXER"
+        found[f"{name}.indexer.tail_cache"] = ring, "KPOOL_TAIL"
+    return found
+
+
 def minimax_m3(index: torch.dtype = torch.bfloat16, backend: str = "MINIMAX_M3_SPARSE") -> Layers:
     """A dense layer, then sparse ones of the same GQA, each with an indexer's keys."""
     found: Layers = {}
@@ -142,7 +168,9 @@ MODELS: dict[str, Callable[[], Layers]] = {
     "kimi-k3": kimi_k3,
     "qwen3.5": qwen3_5,
     "gpt-oss": gpt_oss,
+    "deepseek-v3.2": deepseek_v3_2,
     "glm-5": glm_5,
+    "glm-5.3": glm_5_3,
     "minimax-m3": minimax_m3,
     "minimax-m3 fp8 index": lambda: minimax_m3(torch.float8_e4m3fn, "CUTLASS_MSA"),
 }
@@ -177,12 +205,18 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
                 at = start + block * block_bytes
                 found.append(Moved(True, np.arange(at, at + spec.state_content_size_bytes)))
                 continue
-            size, window = spec.block_size, getattr(spec, "sliding_window", None)
+            if isinstance(spec, kv.CircularBufferSpec):
+                (block,) = table
+                at = start + block * block_bytes
+                found.append(Moved(True, np.arange(at, at + tensor[0].numel() * item)))
+                continue
+            m = int(spec.tokens_per_state)
+            size, window = spec.block_size // m, getattr(spec, "sliding_window", None)
             oldest = max(0, num_tokens - window + 1) // size * size if window else 0
-            for index in range(oldest // size, -(-num_tokens // size)):
+            for index in range(oldest // size, -(-(num_tokens // m) // size)):
                 page = start + table[index] * block_bytes
                 for row in range(size):
-                    is_read = index * size + row < num_tokens
+                    is_read = index * size + row < num_tokens // m
                     found += [Moved(is_read, at) for at in row_of(tensor, page, row, backend)]
     return found
 

@@ -93,6 +93,17 @@ def test_every_row_of_a_prompt_arrives_and_nothing_else(engines, num_tokens):
     check(engines, asked, wanted, before)
 
 
+@pytest.mark.parametrize("options", [{"packed": False}, {"index_bytes": 68}], ids=str)
+def test_rows_of_bf16_and_keys_of_mxfp4_arrive(model, options):
+    with pair(model, specs_of(RATIOS, **options)) as engines:
+        for num_tokens in (5, 128, 1000, 1025):
+            asked, params = offered(engines.p, num_tokens, num_tokens)
+            before = engines.d.memory.copy()
+            wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
+            loaded(engines, wanted)
+            check(engines, asked, wanted, before)
+
+
 def test_rows_arrive_where_drafts_take_blocks_ahead(model):
     """With a layer more, as of DeepSeek-V4's MTP, which has a window alone, and blocks for drafts behind the prompt."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -241,6 +252,18 @@ LATENT = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8, "state_cont
         (
             attention(kv.SlidingWindowMLASpec, **LATENT, block_size=128, sliding_window=128),
             "DEEPSEEK_SPARSE_SWA",
+            "repeat inside a block",
+        ),
+        (
+            attention(
+                kv.MLAAttentionSpec,
+                num_kv_heads=1,
+                head_size=132,
+                dtype=torch.uint8,
+                block_size=512,
+                tokens_per_state=4,
+            ),
+            "DEEPSEEK_V32_INDEXER",
             "repeat inside a block",
         ),
         (

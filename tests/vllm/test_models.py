@@ -19,8 +19,8 @@ def engines(request, model):
     layers = MODELS[request.param]()
     kinds = [spec for spec, _ in layers.values()]
     size = max(each.block_size for each in kinds if not isinstance(each, kv.MambaSpec))
-    # without a prefix cache, states are not aligned to blocks
-    caching = not any(isinstance(each, kv.MambaSpec) for each in kinds)
+    # without a prefix cache, states are not aligned to blocks; rings are in none
+    caching = not any(isinstance(each, kv.MambaSpec | kv.CircularBufferSpec) for each in kinds)
     with pair(
         model, layers, num_blocks=128, block_size=size, enable_prefix_caching=caching
     ) as made:

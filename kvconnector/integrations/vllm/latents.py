@@ -80,6 +80,9 @@ PAGE_TOKENS: Mapping[str, int] = {
     "DEEPSEEK_SPARSE_SWA": 64,
 }
 """Tokens in a page of the kernels whose pages do not follow from the tensor: vLLM's blocks may hold several."""
+MOST_PAGE_ROWS: Mapping[str, int] = {"DEEPSEEK_V32_INDEXER": 64}
+"""The most rows in a page of a kernel that takes pages of several lengths. A longer block of rows of several tokens, as
+GLM-5.3's, holds several pages, which vLLM shows to the kernel alone."""
 
 
 def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None:

@@ -19,6 +19,7 @@ from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import CpuStore, probe_block
 from kvconnector.integrations.vllm.latents import (
     INDEXERS_OF_KEYS,
+    MOST_PAGE_ROWS,
     PAGE_TOKENS,
     Planes,
     planes_of,
@@ -180,15 +181,17 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
     item = tensor.element_size()
     block_stride, address = tensor.stride(0) * item, tensor.data_ptr()
     _check_pages(cache)
-    page_tokens = PAGE_TOKENS.get(cache.backend, 0)
-    if page_tokens and rows * int(cache.spec.tokens_per_state) != page_tokens:
+    row_tokens, page_tokens = int(cache.spec.tokens_per_state), PAGE_TOKENS.get(cache.backend, 0)
+    is_split = row_tokens > 1 and rows > MOST_PAGE_ROWS.get(cache.backend, rows)
+    if is_split or (page_tokens and rows * row_tokens != page_tokens):
         raise GeometryError(
             "the values and the scales of this backend's pages repeat inside a block: choose the block size of its"
             " kernels (--block-size)",
             layer=cache.name,
             backend=cache.backend,
             block_size=cache.spec.block_size,
-            page_tokens=page_tokens,
+            page_tokens=page_tokens or None,
+            most_rows=MOST_PAGE_ROWS.get(cache.backend),
         )
     parts = []
     for name, nbytes in planes:
