@@ -7,6 +7,7 @@ from kvconnector.errors import (
     PeerLostError,
     PeerUnreachableError,
     RemoteProtocolError,
+    TransferAbortedError,
     TransferTimeoutError,
 )
 from kvconnector.ids import EngineAddress, EngineId
@@ -130,6 +131,19 @@ def test_pools_that_change_twice_at_once_are_mapped_once(side):
     assert mapped.export == exports[1]
     link.maps_pools = True
     assert not harness.of(side.handle(ev.PoolsUnmapped(link)), "map_pools")
+
+
+@pytest.mark.parametrize(
+    "change", [{"incarnation": "two"}, {"refusal": m.Refusal.INTERNAL}], ids=str
+)
+def test_a_further_answer_of_another_start_or_with_a_refusal_changes_no_mapping(side, change):
+    """A worker that was started anew has other memory, and answers no link of the old one."""
+    (link,) = harness.connect(side, export=harness.EXPORT)
+    other = replace(harness.EXPORT, epoch=1)
+    reply = m.HelloReply(**{"incarnation": "one", "export": other, **change})
+    calls = side.receive(link, reply) + side.handle(ev.PoolsUnmapped(link))
+    assert not harness.of(calls, "unmap_pools")
+    assert [each.export for each in harness.of(calls, "map_pools")] == [harness.EXPORT]
 
 
 def test_who_has_no_answer_yet_may_map_the_pools_at_any_time(side):
@@ -297,6 +311,15 @@ def test_a_new_request_shortens_the_reconnect_pause(side):
     assert not harness.of(side.tick(2.0), "open_link")
     side.handle(harness.want("v"))
     assert harness.of(side.tick(1.0), "open_link")
+
+
+def test_a_load_that_has_begun_is_given_up_whatever_its_request_needs(side):
+    """It is never reported as complete: its blocks are not filled."""
+    _, (read,) = harness.start_load(side)
+    side.handle(DropRequest("w", needs_none=True))
+    calls = side.handle(ev.ReceiveStopped(read))
+    assert harness.finished(calls) == harness.failed(TransferAbortedError)
+    assert harness.messages(calls, m.Abort)
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
