@@ -1,5 +1,7 @@
 """A worker's export on the CPU, read back from its memory as by a peer, and exports that peers refuse."""
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath import Pools
+from kvconnector.datapath.direct import remote_pools
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import export_pools
 from kvconnector.datapath.direct.export_check import check_export, rows_of
-from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
+from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError, TransportError
 from kvconnector.wire.export import IpcAllocation, SharedRange
 from tests.support.fakes import (
     FakeCaches,
@@ -103,6 +107,20 @@ def test_an_export_that_contradicts_itself_or_its_geometry_is_refused(case):
 
 
 ANYWHERE = 1 << 40
+
+
+def test_of_pools_that_cannot_be_mapped_nothing_stays_open(monkeypatch):
+    """The file and the producer's statm are open by then."""
+
+    def fail(*_):
+        raise TransportError("no GPU")
+
+    monkeypatch.setattr(remote_pools, "map_allocations", fail)
+    worker = Exported()
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match="no GPU"):
+        RemotePools(worker.changed(device="cuda", ranges=(), allocations=(GPU,)), "cuda:0")
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 @given(
