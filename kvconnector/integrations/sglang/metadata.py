@@ -18,6 +18,8 @@ import torch
 from kvconnector.errors import GeometryError
 
 PLAIN_COLUMNS, MASK_COLUMNS = 10, 3
+KNOWN_COLUMNS = (10, 11, 13, 14)
+"""How many there are, plain, for sparse attention, and each with sampling masks."""
 HIDDEN = 2
 """Place of the hidden state among the seeds."""
 UNUSED_HIDDEN_BYTES = 64
@@ -36,7 +38,7 @@ class MetadataRows:
         device: The caches' device: "cpu" or "cuda:N".
 
     Raises:
-        GeometryError: the tensors have different numbers of rows.
+        GeometryError: the tensors have different numbers of rows, or there are more than are known.
     """
 
     def __init__(self, args: Any, device: str) -> None:
@@ -117,9 +119,16 @@ class MetadataRows:
 def _seed_columns(widths: Sequence[int]) -> list[int]:
     """Return which of `MetadataBuffers.get_buf_infos` are a draft model's: probabilities, tokens, hidden states and,
     for sparse attention, selected tokens. Before them come 6 tensors, or 9 with sampling masks; the room is the last.
+    Raises GeometryError: there are as many as in no release that is known, so none can be told by its place.
     """
     if len(widths) < PLAIN_COLUMNS:
         return []
+    if len(widths) not in KNOWN_COLUMNS:
+        raise GeometryError(
+            "this release of SGLang has a row of metadata whose columns are not known: use a release that was tested",
+            columns=len(widths),
+            known=KNOWN_COLUMNS,
+        )
     first = 6 if len(widths) < PLAIN_COLUMNS + MASK_COLUMNS else 6 + MASK_COLUMNS
     return [*range(first, len(widths) - 1)]
 
