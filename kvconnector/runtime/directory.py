@@ -12,8 +12,15 @@ import msgspec
 from kvconnector._version import __version__
 from kvconnector.control.base import PeerHandle, Received
 from kvconnector.control.zmq import ControlChannel
-from kvconnector.errors import ConfigError, IncompatiblePeerError, KVConnectorError
+from kvconnector.errors import (
+    ConfigError,
+    IncompatiblePeerError,
+    KVConnectorError,
+    RemoteError,
+    one_line,
+)
 from kvconnector.folded_log import Refusals
+from kvconnector.session.containment import failure_of
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
 
@@ -98,8 +105,23 @@ class DirectoryService:
                     self._refusals.note(f"a request of {peer}", type(error).__name__, error)
                     if not isinstance(error, KVConnectorError):
                         logger.warning("this is a bug, please report it", exc_info=error)
+                    self._refuse(event.handle, error)
                     self.control.disconnect(event.handle)
                     dropped.add(event.handle)
+
+    def _refuse(self, handle: PeerHandle, error: Exception) -> None:
+        """Tell the engine that asks why there is no answer: it would wait for one until its own timeout."""
+        refusal = m.Refusal.INTERNAL
+        if isinstance(error, RemoteError):
+            is_incompatible = isinstance(error, IncompatiblePeerError)
+            refusal = m.Refusal.INCOMPATIBLE if is_incompatible else m.Refusal.NOT_GREETED
+        text = f"engine {self._engine_id}: {failure_of(error).statement}"
+        refused = m.DirectoryRefused(refusal=refusal, text=one_line(text)[: m.MAX_TEXT])
+        try:
+            # refusals are read in any version, and `version_of` may be what failed
+            self.control.send(handle, encode(refused, versions.SPOKEN.oldest))
+        except Exception as another:
+            logger.debug("a refusal is not sent", exc_info=another)
 
     def _reply_to(self, message: m.Message) -> m.Directory | m.DirectoryRefused:
         if not isinstance(message, m.DirectoryRequest):

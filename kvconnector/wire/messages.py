@@ -98,7 +98,7 @@ class Directory(Message, frozen=True, kw_only=True):
 
 
 class DirectoryRefused(Message, frozen=True, kw_only=True):
-    """The directory service does not serve the engine that was asked for."""
+    """The directory service does not answer a request: it serves another engine, takes no such message, or failed."""
 
     refusal: Refusal
     text: Text

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvconnector.control.base import Received
 from kvconnector.errors import ConfigError
 from kvconnector.runtime import directory as directory_module
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
@@ -153,28 +152,68 @@ def test_an_engine_is_told_if_the_directorys_own_limit_is_too_low():
 
 
 @pytest.mark.parametrize("step", ["decode", "answer_to", "version_of", "encode"])
-def test_an_exception_about_a_request_leaves_others_answered(step, monkeypatch, caplog):
+def test_an_exception_about_a_request_refuses_it_and_leaves_others_answered(
+    step, monkeypatch, caplog
+):
+    victim, other = answers_to_two(step, 1, monkeypatch, caplog)
+    (refused,) = victim
+    assert refused.refusal is m.Refusal.INTERNAL
+    assert "engine p: an unexpected ZeroDivisionError ended this here: an accident" in refused.text
+    assert other == [harness.directory()]
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_a_refusal_that_fails_too_leaves_others_answered(monkeypatch, caplog):
+    """The first request's answer is not encoded, and neither is its refusal."""
+    victim, other = answers_to_two("encode", 2, monkeypatch, caplog)
+    assert victim == []
+    assert other == [harness.directory()]
+
+
+def answers_to_two(step, num_failures, monkeypatch, caplog):
+    """Ask twice at one time, while the first calls of a function raise. Returns both engines' answers."""
     hub = ControlHub(seed=0)
     victim, other, serving = hub.open(), hub.open(), hub.open()
     service = DirectoryService(serving, harness.directory())
     original, calls = getattr(directory_module, step), []
 
-    def fail_once(*arguments):
+    def fail_at_first(*arguments):
         calls.append(arguments)
-        if len(calls) == 1:
-            raise ZeroDivisionError("an accident")
+        if len(calls) <= num_failures:
+            raise ZeroDivisionError("an accident\nof two lines")
         return original(*arguments)
 
-    monkeypatch.setattr(directory_module, step, fail_once)
     for asking in (victim, other):
         asking.send(asking.connect(serving.address, ""), encode(m.DirectoryRequest(engine_id="p")))
+    monkeypatch.setattr(directory_module, step, fail_at_first)
     with caplog.at_level(logging.WARNING):
         service.turn(0.0)
-    assert victim.poll(0.0) == []
-    (answer,) = other.poll(0.0)
-    assert isinstance(answer, Received)
-    assert isinstance(decode(answer.payload), m.Directory)
-    assert caplog.text.count("Traceback") == 1
+    return [[decode(event.payload) for event in asking.poll(0.0)] for asking in (victim, other)]
+
+
+@pytest.mark.parametrize(
+    "payload, refusal, words",
+    [
+        (b"GET / HTTP/1.1\r\n", m.Refusal.NOT_GREETED, "these bytes are no kvconnector message"),
+        (
+            encode(m.DirectoryRequest(engine_id="p"))[:-3],
+            m.Refusal.NOT_GREETED,
+            "malformed DirectoryRequest",
+        ),
+        (encode(m.HeartbeatReply(), 99), m.Refusal.INCOMPATIBLE, "99"),
+        (encode(m.HeartbeatReply()), m.Refusal.NOT_GREETED, "takes no HeartbeatReply"),
+    ],
+)
+def test_a_message_that_is_no_request_is_refused_in_words(payload, refusal, words):
+    hub = ControlHub(seed=0)
+    asking, serving = hub.open(), hub.open()
+    service = DirectoryService(serving, harness.directory())
+    asking.send(asking.connect(serving.address, ""), payload)
+    service.turn(0.0)
+    (answer,) = asking.poll(0.0)
+    refused = decode(answer.payload)
+    assert refused.refusal is refusal
+    assert words in refused.text
 
 
 def test_a_forked_child_leaves_its_parents_service_alone():
