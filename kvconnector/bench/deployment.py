@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.shapes import EngineShape, with_types
-from kvconnector.bench.sizes import format_bytes
+from kvconnector.bench.sizes import format_move
 from kvconnector.errors import ConfigError
 
 SPARE_FACTOR = 2
@@ -67,9 +67,19 @@ class Deployment:
     def case_name(self, num_tokens: int) -> str:
         """Return a case's name: what moves, from which engine to which."""
         options = self.options
-        size = format_bytes(options.model.request_bytes(num_tokens))
+        size = format_move(*self.request_bytes(num_tokens))
         order = "scattered" if options.scattered else "contiguous"
         return f"{options.model.name}, {num_tokens} tokens, {size} {order}, {self}"
+
+    def request_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Return the bytes that a request has in the blocks of the prefill engine, and in those of the decode engine.
+        They differ where elements are converted to others of another size.
+        """
+        model = self.options.model
+        read, written = (
+            model.request_bytes(num_tokens, shape.dtype) for shape in self.shapes.values()
+        )
+        return read, written
 
     def transfers(self, num_tokens: int, count: int) -> list[Transfer]:
         """Return `count` requests of lengths around `num_tokens`, the median; of whole blocks if there is a peer."""

@@ -29,6 +29,10 @@ class Runner:
     def run(self, *transfers: Transfer) -> float:
         """Move requests of one length at once. Returns the seconds until the last has arrived."""
 
+    @abstractmethod
+    def request_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that this contender writes for a request of `num_tokens`."""
+
     def verify(self, transfer: Transfer) -> float:
         """`run` onto poisoned memory. Raises ResultMismatchError: other bytes arrived than were sent."""
         return self.run(transfer)
@@ -76,6 +80,10 @@ class ProcessPair(ExitStack, Runner):
         seconds = self.run(transfer)
         self.check(transfer)
         return seconds
+
+    def request_bytes(self, num_tokens: int) -> int:
+        _, written = self.deployment.request_bytes(num_tokens)
+        return written
 
     def prepare(self, transfer: Transfer) -> None:
         """Write the sequence into the producer's blocks, and poison into the consumer's pools."""

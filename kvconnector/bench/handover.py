@@ -76,9 +76,11 @@ def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transf
 def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -> CaseResult:
     """Measure both ways, the streamed one as ours."""
     pair, compute = handover.pair, handover.compute
-    pools, model = pair.deployment, pair.deployment.options.model
+    pools = pair.deployment
     count, num_tokens = len(turns[0]), turns[0][0].num_tokens
     share = max(1, compute.step // count)
+    token_bytes, _ = pools.request_bytes(1)
+    last_step_bytes = token_bytes * (num_tokens % share or share)
     samples: dict[str, list[float]] = {STREAMED: [], IN_SEQUENCE: []}
     steps_s = dict.fromkeys(samples, 0.0)
     for way, warmed in ((IN_SEQUENCE, turns[:1]), (STREAMED, turns)):
@@ -102,7 +104,7 @@ def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -
                 figures={
                     "prompt_tokens": num_tokens,
                     "prompts": count,
-                    "last_step_bytes": model.token_bytes * (num_tokens % share or share),
+                    "last_step_bytes": last_step_bytes,
                     "prefill_steps_kept": len(times) * num_tokens / compute.rate / steps_s[way],
                 },
             )

@@ -96,7 +96,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
         store.wait([f"read/{each}" for each in range(size)])
     if wrong := [pair.error for pair in pairs if ResultMismatchError.__name__ in pair.error]:
         raise ResultMismatchError(wrong[0])
-    nbytes = options.model.token_bytes * num_tokens
+    _, nbytes = deployment.request_bytes(num_tokens)
     speeds: list[list[float | None]] = [[None] * size for _ in range(size)]
     for pair in pairs:
         if pair.samples_s:

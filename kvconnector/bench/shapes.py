@@ -145,14 +145,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokens of a prompt that each cache group lacks."""
         return [group.missing(tokens) for group in self.layer_groups]
 
-    def request_bytes(self, num_tokens: int) -> int:
+    def request_bytes(self, num_tokens: int, dtype: str = "") -> int:
         """Return the bytes of `num_tokens` tokens that are loaded, on all ranks together. Engines load one token less
         than a prompt has if some layers do not keep all of them: the last one is computed where the next is sampled.
+        `dtype` is the type of an engine's numbers, as in `EngineShape`; left out, the model's.
         """
         return sum(
-            len(group.missing(range(num_tokens))) * len(group.layers) * heads * size * item
+            len(group.missing(range(num_tokens)))
+            * len(group.layers)
+            * heads
+            * size
+            * (CONVERTIBLE[dtype] if dtype and name in NUMBERS else item)
             for group in self.layer_groups
-            for _, heads, size, item in group.parts
+            for name, heads, size, item in group.parts
         )
 
     def description(self) -> ModelDescription:

@@ -43,6 +43,12 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+def format_move(read: int, written: int) -> str:
+    """Return what a request's bytes are on both sides, such as "1 GiB into 512 MiB"; once if they are as many."""
+    sizes = dict.fromkeys(map(format_bytes, (read, written)))
+    return " into ".join(sizes)
+
+
 def format_bytes(nbytes: int) -> str:
     """Return three digits and a binary unit."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -19,7 +19,7 @@ from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, ShowProgress
-from kvconnector.bench.shapes import CONVERTIBLE, ModelShape
+from kvconnector.bench.shapes import CONVERTIBLE
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 from kvconnector.session.events import DIRECT_PATH
 
@@ -59,7 +59,6 @@ def compare(
     of turns are one case, and the `num_following` that follow each at once another. Peers that do not run are noted
     unless they `must_run`. Every measurement has `figures`.
     """
-    model = deployment.options.model
     with ExitStack() as exits:
         notes: list[str] = []
         progress(f"starting {deployment}")
@@ -78,11 +77,16 @@ def compare(
                 alone = _ucx_alone(pair, max(lengths))
                 taken = _take_turns(runners, bursts, partial(progress, case), num_following)
                 alone += _ucx_alone(pair, max(lengths))
-            mean_bytes = sum(map(model.request_bytes, lengths)) // len(bursts)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
                 measured = tuple(
-                    Measurement(runner.name, runner.kind, tuple(times), mean_bytes, {**figures})
+                    Measurement(
+                        runner.name,
+                        runner.kind,
+                        tuple(times),
+                        sum(map(runner.request_bytes, lengths)) // len(bursts),
+                        {**figures},
+                    )
                     for runner, times in zip(runners, samples, strict=True)
                 )
                 remarks = [*came, *pair.lanes, *notes, *_share_of(alone, measured[0], pair.paths)]
@@ -128,15 +132,20 @@ def _start_peers(
 
 @dataclass(slots=True)
 class _Limit(Runner):
-    """One limit, which takes its turn among the contenders: `move` moves a given number of bytes."""
+    """One limit, which takes its turn among the contenders: `move` moves a given number of bytes. Of a request whose
+    elements are converted these are the fewer ones of both engines, which packed reads send.
+    """
 
     name: str
     kind: ContenderKind
-    model: ModelShape
+    deployment: Deployment
     move: Callable[[int], None]
 
+    def request_bytes(self, num_tokens: int) -> int:
+        return min(self.deployment.request_bytes(num_tokens))
+
     def run(self, *transfers: Transfer) -> float:
-        nbytes = sum(self.model.request_bytes(each.num_tokens) for each in transfers)
+        nbytes = sum(self.request_bytes(each.num_tokens) for each in transfers)
         return limits.repeat(lambda: self.move(nbytes), 1, warmup=0)[0]
 
 
@@ -146,22 +155,23 @@ def _limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[_Limit]]:
     at most `num_tokens` tokens.
     """
     deployment = pair.deployment
-    options, model = deployment.options, deployment.options.model
-    nbytes = model.request_bytes(num_tokens) * deployment.in_flight
+    options = deployment.options
+    nbytes = min(deployment.request_bytes(num_tokens)) * deployment.in_flight
     if options.device != "cpu" and not options.connect:
         copies = limits.copies_of(deployment, num_tokens)
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
-        yield [_Limit(name, "limit", model, limits.device_copies(copies))]
+        yield [_Limit(name, "limit", deployment, limits.device_copies(copies))]
         return
     host = pair.prefill.host
     # on one host here: while a limit is timed, the engines are stopped
     served = options.connect and pair.prefill.call(Engine.serve_stream, nbytes)
     port = served or limits.serve_stream(host, nbytes)
     with limits.open_stream((host, port), nbytes) as move:
-        found = [_Limit("raw TCP socket", "limit", model, move)]
+        found = [_Limit("raw TCP socket", "limit", deployment, move)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
-            found.insert(0, _Limit("memcpy, one thread", kind, model, limits.host_copy(nbytes)))
+            copy = limits.host_copy(nbytes)
+            found.insert(0, _Limit("memcpy, one thread", kind, deployment, copy))
         yield found
 
 
@@ -172,7 +182,8 @@ def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
     options, engine = pair.deployment.options, pair.prefill
     if not options.connect:
         return []
-    config, nbytes = options.config("bench", "consumer"), options.model.request_bytes(num_tokens)
+    config = options.config("bench", "consumer")
+    nbytes = min(pair.deployment.request_bytes(num_tokens))
     library = config.ucx.library
     with suppress(TransportError, CallFailedError):
         command = limits.find_perftest(library)

@@ -81,8 +81,7 @@ def _measure(
     pair.check(longest)
     samples = tuple(seconds_of(turns))
     paths = sorted({path for _, driven in turns for each in driven for path in each.paths})
-    nbytes = sum(each.num_tokens for each in transfers) // len(transfers)
-    nbytes *= pair.deployment.options.model.token_bytes
+    nbytes = pair.request_bytes(sum(each.num_tokens for each in transfers) // len(transfers))
     name = f"kvconnector ({'+'.join(paths)})"
     return Measurement(name, "ours", samples, nbytes), alone, turns
 

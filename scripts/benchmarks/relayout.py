@@ -20,7 +20,7 @@ from kvconnector.bench.options import SEED, WARMUP, BenchOptions
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, ShowProgress
 from kvconnector.bench.shapes import CONVERTIBLE, EngineShape, rank_geometry, with_types
-from kvconnector.bench.sizes import format_bytes
+from kvconnector.bench.sizes import format_move
 from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.copies import program_cap
 from kvconnector.ids import Rank
@@ -51,9 +51,12 @@ def _measure(
 ) -> CaseResult:
     device, *_ = Deployment(options).devices("prefill")
     cuts = " to ".join(f"{each.layout}{each.block}{each.elements}" for each in (writer, reader))
-    geometry = rank_geometry(options.model, writer, Rank(0, 0)).groups[0]
-    nbytes = tokens * len(geometry.layers) * sum(part.token_bytes for part in geometry.parts)
-    case = f"{tokens} tokens, {format_bytes(nbytes)}, {cuts}"
+    read, written = (
+        _bytes_of(rank_geometry(options.model, each, Rank(0, 0)).groups[0], tokens)
+        for each in (writer, reader)
+    )
+    nbytes = min(read, written)
+    case = f"{tokens} tokens, {format_move(read, written)}, {cuts}"
     progress(case)
     measured = [*_fused(options, (writer, reader), tokens, device=device, kind="ours", case=case)]
     is_plain = (writer.dtype, writer.scale) == (reader.dtype, reader.scale)
@@ -64,6 +67,10 @@ def _measure(
     times = _times(_plain_copy(nbytes, device), device, options.iterations)
     notes = () if is_plain else tuple(_costs(measured, writer, reader))
     return CaseResult(case, (*measured, Measurement(limit, "limit", times, nbytes)), notes)
+
+
+def _bytes_of(group: GroupGeometry, tokens: int) -> int:
+    return tokens * len(group.layers) * sum(part.token_bytes for part in group.parts)
 
 
 def _costs(
@@ -118,7 +125,7 @@ def _fused(
         cap = program_cap(-1, device)
         copies[HALF] = partial(relayout_triton, *sides, max_programs=cap, **what)
     name = "one fused copy" if kind == "ours" else "without conversion"
-    nbytes = tokens * len(groups[0].layers) * sum(part.token_bytes for part in groups[0].parts)
+    nbytes = _bytes_of(groups[1], tokens)
     for end, copy in copies.items():
         pools[0].write(SEED, block_ids[0], tokens)
         pools[1].poison()

@@ -76,6 +76,10 @@ def test_a_converting_copy_is_measured_beside_a_plain_one(prefill, decode, ratio
     (case,) = _run("relayout", **shapes)
     converting, plain, _ = case.measurements
     assert [each.kind for each in case.measurements] == ["ours", "variant", "limit"]
+    # rounded up to whole blocks of both sides
+    tokens = 128 if shapes["decode"].block == 64 else 80
+    read, written = (MODEL.request_bytes(tokens, each.dtype) for each in shapes.values())
+    assert [each.nbytes for each in case.measurements] == [written, read, min(read, written)]
     times = converting.percentile_s(50) / plain.percentile_s(50)
     (note,) = case.notes
     assert f"{times:.2f} of the time" in note
@@ -96,7 +100,11 @@ def test_a_converting_copy_is_measured_beside_a_plain_one(prefill, decode, ratio
     ids=["type", "scale"],
 )
 def test_a_converting_read_is_measured_beside_a_plain_one(prefill, decode):
+    read, written = (70 * MODEL.request_bytes(1, each.dtype) for each in (prefill, decode))
     for case in _run("transfer", prefill=prefill, decode=decode):
+        ours, plain, *limits = (each.nbytes for each in case.measurements)
+        assert (ours, plain) == (written, read)
+        assert {*limits} == {min(read, written)}
         names = [each.contender for each in case.measurements]
         assert names[:2] == ["kvconnector", "kvconnector, without conversion"]
         assert any("a converting read takes" in note for note in case.notes)

@@ -1,5 +1,7 @@
 import pytest
 
+from kvconnector.bench.deployment import Deployment
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import (
     DEEPSEEK_V4_FLASH,
     DEEPSEEK_V4_PRO,
@@ -63,6 +65,24 @@ def test_malformed_sizes_and_shapes_are_refused(parse, texts):
 )
 def test_a_mixed_cache_moves_the_rows_that_each_group_keeps(model, num_tokens, nbytes):
     assert model.request_bytes(num_tokens - 1) == nbytes
+
+
+@pytest.mark.parametrize(
+    "prefill, decode, nbytes, size",
+    [
+        ("", "", (2 << 20, 2 << 20), "2 MiB"),
+        ("dtype=bfloat16", "", (2 << 20, 2 << 20), "2 MiB"),
+        ("", "dtype=float8_e4m3fn", (2 << 20, 1 << 20), "2 MiB into 1 MiB"),
+        ("dtype=float8_e5m2", "dtype=bfloat16", (1 << 20, 2 << 20), "1 MiB into 2 MiB"),
+        ("dtype=float8_e4m3fn", "dtype=float8_e4m3fn,scale=2", (1 << 20, 1 << 20), "1 MiB"),
+    ],
+)
+def test_a_request_has_the_bytes_of_each_engines_elements(prefill, decode, nbytes, size):
+    shapes = {"prefill": EngineShape.parse(prefill), "decode": EngineShape.parse(decode)}
+    options = BenchOptions(model=MODELS["llama-3.1-8b"], tokens=(16,), iterations=1, **shapes)
+    deployment = Deployment(options)
+    assert deployment.request_bytes(16) == nbytes
+    assert f"16 tokens, {size} scattered" in deployment.case_name(16)
 
 
 def test_blocks_have_the_rows_of_their_tokens():
