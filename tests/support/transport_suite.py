@@ -182,20 +182,22 @@ class TransportSuite:
                 assert ledger.wait((0, recv), (1, send)) == [None, None], f"{nbytes} bytes, back"
                 assert back.read() == content, f"{nbytes} bytes came back changed"
 
-    def test_a_receive_of_another_length_is_refused(self):
+    @pytest.mark.parametrize(
+        "nbytes, misfit", [(0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)]
+    )
+    def test_a_receive_of_another_length_is_refused(self, nbytes, misfit):
         """The transport still works afterwards."""
         guard = b"guarded!"
-        for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):
-            with self.workers() as (a, b, ledger):
-                buffer_bytes = nbytes + misfit
-                received = b.allocate(buffer_bytes + len(guard))
-                received.write(b"\0" * buffer_bytes + guard)
-                recv = b.transport.recv(1, replace(received.buffer, nbytes=buffer_bytes))
-                a.transport.send(a.endpoint, 1, a.allocate(nbytes).buffer)
-                (error,) = ledger.wait((1, recv))
-                assert isinstance(error, MessageSizeError), f"wrong error {error!r}"
-                assert received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer"
-                exchange(ledger, a, b, 2)
+        with self.workers() as (a, b, ledger):
+            buffer_bytes = nbytes + misfit
+            received = b.allocate(buffer_bytes + len(guard))
+            received.write(b"\0" * buffer_bytes + guard)
+            recv = b.transport.recv(1, replace(received.buffer, nbytes=buffer_bytes))
+            a.transport.send(a.endpoint, 1, a.allocate(nbytes).buffer)
+            (error,) = ledger.wait((1, recv))
+            assert isinstance(error, MessageSizeError), f"wrong error {error!r}"
+            assert received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer"
+            exchange(ledger, a, b, 2)
 
     def test_a_cancelled_receive_takes_no_message(self):
         with self.workers() as (a, b, ledger):
@@ -293,25 +295,25 @@ class TransportSuite:
             arrived = inbox.take(len(payloads))
             assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
 
-    def test_unexpected_messages_are_dropped(self):
+    @pytest.mark.parametrize("nbytes", [64, 300_000])
+    def test_unexpected_messages_are_dropped(self, nbytes):
         block, awaited = 16, 5 * 16
-        for nbytes in (64, 300_000):
-            with self.workers() as (a, b, inbox):
-                sent, received, rest = a.allocate(nbytes), b.allocate(nbytes), b.allocate(nbytes)
-                sent.write(pattern(nbytes, 1))
-                tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
-                sends = [(0, a.transport.send(a.endpoint, tag, sent.buffer)) for tag in tags]
-                for count, tag, memory in ((1, 2, received), (2, 1, rest)):
-                    dropped = []
-                    while sum(dropped) < count:
-                        assert len(dropped) < 100_000, "unexpected messages are kept"
-                        inbox.step()
-                        dropped.append(b.transport.discard_unexpected([awaited], -block))
-                    assert sum(dropped) == count, "an expected message was dropped"
-                    recv = (1, b.transport.recv(awaited + tag, memory.buffer))
-                    assert inbox.wait(recv) == [None], "an expected message did not arrive"
-                    assert memory.read() == pattern(nbytes, 1), "it arrived changed"
-                inbox.wait(*sends)
+        with self.workers() as (a, b, inbox):
+            sent, received, rest = a.allocate(nbytes), b.allocate(nbytes), b.allocate(nbytes)
+            sent.write(pattern(nbytes, 1))
+            tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
+            sends = [(0, a.transport.send(a.endpoint, tag, sent.buffer)) for tag in tags]
+            for count, tag, memory in ((1, 2, received), (2, 1, rest)):
+                dropped = []
+                while sum(dropped) < count:
+                    assert len(dropped) < 100_000, "unexpected messages are kept"
+                    inbox.step()
+                    dropped.append(b.transport.discard_unexpected([awaited], -block))
+                assert sum(dropped) == count, "an expected message was dropped"
+                recv = (1, b.transport.recv(awaited + tag, memory.buffer))
+                assert inbox.wait(recv) == [None], "an expected message did not arrive"
+                assert memory.read() == pattern(nbytes, 1), "it arrived changed"
+            inbox.wait(*sends)
 
     def test_untaken_control_messages_are_bounded(self):
         with self.workers() as (a, _b, _inbox), pytest.raises(PeerLostError):
