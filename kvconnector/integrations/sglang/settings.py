@@ -62,7 +62,8 @@ def connector_config(
         num_nodes: Hosts of the server.
 
     Raises:
-        ConfigError: a setting is malformed or contradicts SGLang's arguments, or `host` has no address.
+        ConfigError: a setting is malformed or contradicts SGLang's arguments, `host` has no address, or one of several
+            nodes has none that the others can reach.
     """
     bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
     if num_nodes > 1 and bound not in WILDCARDS and f"{ENV_PREFIX}CONTROL_HOST" not in environ:
@@ -76,6 +77,15 @@ def connector_config(
     control: dict[str, Any] = {"host": bound}
     if bound in WILDCARDS:
         control["advertise_host"] = own_address
+    variable = "CONTROL_ADVERTISE_HOST" if bound in WILDCARDS else "CONTROL_HOST"
+    is_named = environ.get(f"{ENV_PREFIX}{variable}")
+    if num_nodes > 1 and not is_named and is_loopback(own_address):
+        raise ConfigError(
+            "an engine on several nodes needs an address of each, and SGLang found none here: set SGLANG_HOST_IP",
+            host=host,
+            found=own_address,
+            nodes=num_nodes,
+        )
     has_keys = any(environ.get(ENV_PREFIX + name) for name in KEY_FILES)
     if is_loopback(bound) and not has_keys:
         control["insecure"] = True

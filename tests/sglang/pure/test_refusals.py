@@ -30,9 +30,11 @@ FOUND = Found(1, 0, "tcp://10.0.0.1:9000")
 PORT, ANYWHERE = 8998, "0.0.0.0"  # noqa: S104 - what an operator may write
 
 
-def _config(is_prefill=True, host="127.0.0.1", dp=(0, 1), nodes=1, others=(), **environ):
+def _config(
+    is_prefill=True, host="127.0.0.1", *, dp=(0, 1), nodes=1, own="10.0.0.1", others=(), **environ
+):
     named = {f"KVCONNECTOR_{name}": value for name, value in environ.items()} | dict(others)
-    names = {"unique_name": "d", "own_address": "10.0.0.1", "dp_rank": dp[0], "dp_size": dp[1]}
+    names = {"unique_name": "d", "own_address": own, "dp_rank": dp[0], "dp_size": dp[1]}
     return connector_config(
         is_prefill=is_prefill,
         host=host,
@@ -143,6 +145,21 @@ def test_an_engine_on_several_nodes_listens_at_each_nodes_own_address():
     assert _config(host=ANYWHERE, nodes=2, **insecure).control.host == ANYWHERE
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0"):
         _config(nodes=2)
+
+
+@pytest.mark.parametrize("host", [ANYWHERE, "10.0.0.9"])
+def test_a_node_without_an_address_of_its_own_is_refused(host):
+    """SGLang finds none where the host has no route and no name: other nodes would be told to connect to themselves."""
+    insecure = {"CONTROL_INSECURE_NETWORK": "true"}
+    with pytest.raises(ConfigError, match="SGLANG_HOST_IP"):
+        _config(host=host, nodes=2, own="127.0.0.1", **insecure)
+    alone = _config(host=ANYWHERE, own="127.0.0.1", **insecure)
+    assert alone.control.advertise_host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="SGLANG_HOST_IP"):
+        _config(host="10.0.0.9", nodes=2, own="127.0.0.1", CONTROL_ADVERTISE_HOST="10.0.0.2")
+    named = {"CONTROL_HOST": ANYWHERE, "CONTROL_ADVERTISE_HOST": "10.0.0.2"}
+    config = _config(host=host, nodes=2, own="127.0.0.1", **insecure, **named)
+    assert config.control.advertise_host == "10.0.0.2"
 
 
 def test_deployments_are_refused_by_name():
