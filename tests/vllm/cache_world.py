@@ -94,7 +94,9 @@ def attention(kind=kv.FullAttentionSpec, **options):
     return kind(**{**arguments, **options})
 
 
-def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOCKS):
+def one_group(
+    spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOCKS, *, device="cpu"
+):
     """Return one group in one allocation, as vLLM makes it."""
     names = list(names)
     page = spec.page_size_bytes
@@ -111,7 +113,7 @@ def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOC
         kv_cache_groups=[kv.KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
     )
     sizes = None if kernel_block_size is None else [kernel_block_size]
-    caches = allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
+    caches = allocate_kv_cache(config, torch.device(device), layout, sizes)
     for number, cache in enumerate(caches.values()):
         generator = torch.Generator().manual_seed(number)
         cache.copy_(torch.randint(-99, 99, cache.shape, generator=generator).to(cache.dtype))

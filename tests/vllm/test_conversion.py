@@ -5,14 +5,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops  # noqa: F401 - loads the kernels
+from vllm import _custom_ops
 from vllm.v1 import kv_cache_interface as kv
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.topology.geometry import UNKNOWN_ROUNDING
-from kvconnector_kernels.relayout import Conversion, PagedSide, PartTable, relayout
+from kvconnector_kernels.relayout import (
+    Conversion,
+    PagedSide,
+    PartTable,
+    relayout,
+    upload_block_ids,
+)
 from tests.vllm.cache_world import (
     DIM,
     HEADS,
@@ -51,8 +56,19 @@ def layer_of(impl, kv_cache_dtype, scale=1.0, device="cpu"):
 
 
 def cpu_impl(kv_cache_dtype):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
     impl = object.__new__(CPUAttentionBackendImpl)
     impl.attn_type, impl.kv_cache_dtype = "decoder", kv_cache_dtype
+    return impl
+
+
+def flash_impl(kv_cache_dtype):
+    """Return the backend whose `reshape_and_cache_flash` FLASHINFER and FLEX_ATTENTION call, too."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    impl = object.__new__(FlashAttentionImpl)
+    impl.attn_type, impl.kv_cache_dtype, impl.head_size = "decoder", kv_cache_dtype, DIM
     return impl
 
 
@@ -124,55 +140,128 @@ def test_layers_of_a_group_that_store_by_several_rules_have_none():
     assert {part.rounding for part in group.cache.geometry.parts} == {UNKNOWN_ROUNDING}
 
 
-def store_every_number(impl_of, kv_cache_dtype, spec, scale, device, **more):
-    """Return a registered group whose first layer has stored every number of bf16, by its own backend, as K and as V of
-    each head.
+def stored(spec, layer, store, *, device, layout=KVCacheLayout.LBHNC, **engine):
+    """Return a registered group, and its caches, whose first layer has stored every number of bf16: `store` stores
+    `[token, dim]` numbers, each in the slot of its row, into a cache of a layer.
     """
-    layer = layer_of(impl_of(kv_cache_dtype), kv_cache_dtype, scale, device)
-    tokens = len(EVERY) // DIM
-    config, caches = one_group(spec, KVCacheLayout.LBHNC, num_blocks=tokens // SIZE)
-    engine = vllm_config(layer=layer, **more)
-    engine.cache_config.cache_dtype = kv_cache_dtype
-    (group,) = register_groups(engine, config, caches, placed())
-    numbers = EVERY.view(torch.bfloat16).view(tokens, 1, DIM).expand(-1, HEADS, -1)
-    cache = caches[NAMES[0]]
-    engine.compilation_config.static_forward_context[NAMES[0]].impl.do_kv_cache_update(
-        engine.compilation_config.static_forward_context[NAMES[0]],
-        *(numbers.contiguous().to(cache.device) for _ in "kv"),
-        cache,
-        torch.arange(tokens, device=cache.device),
+    tokens = len(EVERY) // spec.head_size
+    config, caches = one_group(spec, layout, num_blocks=tokens // SIZE, device=device)
+    made = vllm_config(layer=layer, **engine)
+    made.cache_config.cache_dtype = layer["kv_cache_dtype"]
+    (group,) = register_groups(made, config, caches, placed())
+    numbers = EVERY.view(torch.bfloat16).view(tokens, spec.head_size).to(device)
+    slots = torch.arange(tokens, device=device)
+    (first, *_) = made.compilation_config.static_forward_context.values()
+    store(first, numbers, caches[NAMES[0]], slots)
+    return group, caches[NAMES[0]]
+
+
+def store_by_impl(layer, numbers, cache, slots):
+    """Store numbers as K and as V of each head, by the layer's own backend."""
+    every = numbers.unsqueeze(1).expand(-1, HEADS, -1).contiguous()
+    layer.impl.do_kv_cache_update(layer, every, every.clone(), cache, slots)
+
+
+def store_latents(layer, numbers, cache, slots):
+    """Store numbers as latents with rotary keys of 64 elements, by the kernel of vLLM's backends for MLA."""
+    _custom_ops.concat_and_cache_mla(
+        numbers[:, :-64].contiguous(),
+        numbers[:, -64:].contiguous(),
+        cache.squeeze(1),
+        slots,
+        layer.kv_cache_dtype,
+        layer._k_scale,
     )
-    return group, caches
 
 
-def side_of(view):
+def side_of(view, device):
     rows = np.array([[view.address, *view.strides_bytes]], np.int64)
     sizes = dict(
         zip(("num_blocks", "num_heads", "block_size", "head_dim"), view.shape, strict=True)
     )
-    table = PartTable(rows, **sizes, item_size_bytes=view.item_size_bytes, device="cpu")
-    return PagedSide(table, np.arange(view.shape[0], dtype=np.int32))
+    table = PartTable(rows, **sizes, item_size_bytes=view.item_size_bytes, device=device)
+    ids = upload_block_ids(list(range(view.shape[0])), num_blocks=view.shape[0], device=device)
+    return PagedSide(table, ids)
 
 
-@needs_fp8_on_cpu
-@pytest.mark.parametrize("kv_cache_dtype", ELEMENTS)
+def check_converted(wide, own, cache, rounding):
+    """Convert the first layer of a group in bf16 to fp8, and compare with what is in the cache of that layer."""
+    want = cache.clone()
+    cache.zero_()
+    device, geometry = own.cache.device, own.cache.geometry
+    views = zip(wide.cache.views[0], own.cache.views[0], strict=True)
+    for part, scales, (src, dst) in zip(geometry.parts, geometry.scales[0], views, strict=True):
+        blocks, heads, block_size, _ = dst.shape
+        pairs = np.ones((1, heads, 2), np.float32)
+        pairs[:, :, 1] = scales
+        conversion = Conversion("bfloat16", part.element, pairs, device, rounding=rounding)
+        counts = {"num_parts": 1, "num_heads": heads, "num_tokens": blocks * block_size}
+        relayout(side_of(src, device), side_of(dst, device), conversion=conversion, **counts)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize(
+    "impl_of, rule, where, kv_cache_dtype",
+    [
+        *(
+            pytest.param(
+                cpu_impl,
+                "truncated",
+                {"device": "cpu", "backend": "CPU_ATTN", "isa": "vec"},
+                name,
+                marks=needs_fp8_on_cpu,
+                id=f"cpu-{name}",
+            )
+            for name in ELEMENTS
+        ),
+        # vLLM's attention on GPUs takes no e5m2
+        *(
+            pytest.param(
+                flash_impl,
+                "nearest",
+                {"device": "cuda", "backend": "FLASH_ATTN", "layout": KVCacheLayout.LBNHC},
+                name,
+                marks=pytest.mark.gpu,
+                id=f"cuda-{name}",
+            )
+            for name in ("fp8", "fp8_e4m3")
+        ),
+    ],
+)
 @pytest.mark.parametrize("scale", [1.0, 0.0371, 3.7])
-def test_a_conversion_has_the_bytes_that_the_cpu_kernel_stores(kv_cache_dtype, scale):
-    where = {"backend": "CPU_ATTN", "isa": "vec"}
-    wide, _caches = store_every_number(
-        cpu_impl, "auto", attention(dtype=torch.bfloat16), 1.0, "cpu", **where
-    )
-    own, caches = store_every_number(
-        cpu_impl, kv_cache_dtype, attention(**FP8), scale, "cpu", **where
-    )
-    (part, _), element = own.cache.geometry.parts, ELEMENTS[kv_cache_dtype]
-    assert (part.element, part.rounding) == (element, "truncated")
-    want = caches[NAMES[0]].clone()
-    caches[NAMES[0]].zero_()
-    for number, (src, dst) in enumerate(zip(wide.cache.views[0], own.cache.views[0], strict=True)):
-        pairs = np.ones((1, HEADS, 2), np.float32)
-        pairs[:, :, 1] = own.cache.geometry.scales[0][number]
-        conversion = Conversion("bfloat16", element, pairs, "cpu", rounding=part.rounding)
-        counts = {"num_parts": 1, "num_heads": HEADS, "num_tokens": len(EVERY) // DIM}
-        relayout(side_of(src), side_of(dst), conversion=conversion, **counts)
-    assert torch.equal(caches[NAMES[0]], want)
+def test_a_conversion_has_the_bytes_that_the_engines_kernel_stores(
+    impl_of, rule, where, kv_cache_dtype, scale
+):
+    device = where["device"]
+    layers = [
+        layer_of(impl_of(name), name, factor, device)
+        for name, factor in (("auto", 1.0), (kv_cache_dtype, scale))
+    ]
+    wide, _ = stored(attention(dtype=torch.bfloat16), layers[0], store_by_impl, **where)
+    own, cache = stored(attention(**FP8), layers[1], store_by_impl, **where)
+    part, _ = own.cache.geometry.parts
+    assert (part.element, part.rounding) == (ELEMENTS[kv_cache_dtype], rule)
+    check_converted(wide, own, cache, part.rounding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 0.0371, 3.7])
+def test_latents_are_stored_by_the_nearest_number_too(scale):
+    """Though engines do not state so: no backend is asked how it stores latents."""
+    latent = {"num_kv_heads": 1, "head_size": 512}
+    where = {"device": "cuda", "backend": "FLASHMLA", "layout": KVCacheLayout.LBNHC}
+    found = [
+        stored(
+            attention(kv.MLAAttentionSpec, **latent, **numbers),
+            layer_of(None, name, factor, "cuda"),
+            store_latents,
+            **where,
+        )
+        for name, factor, numbers in (
+            ("auto", 1.0, {"dtype": torch.bfloat16}),
+            ("fp8", scale, FP8),
+        )
+    ]
+    (wide, _), (own, cache) = found
+    assert {part.rounding for part in own.cache.geometry.parts} == {UNKNOWN_ROUNDING}
+    check_converted(wide, own, cache, "nearest")
