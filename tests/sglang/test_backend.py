@@ -52,6 +52,7 @@ class Side:
         self.page_size, self.device, self.kind = page_size, device, kind
         self.slot = 1 if mode == "prefill" else 3
         self.pool = _pool(kind, page_size, device)
+        backend.hook_queues()
         self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 0)
         args = listed(self.pool, page_size, num_layers=LAYERS)
         args.pp_rank = args.system_dp_rank = 0

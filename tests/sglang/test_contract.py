@@ -99,27 +99,102 @@ def test_the_hook_gets_its_arguments():
     assert parameters[:3] == ["self", "decode_req", "kv_indices"]
 
 
-@pytest.mark.parametrize("selected", [0, 8], ids=["plain", "sparse attention"])
-@pytest.mark.parametrize("masks", [False, True], ids=["no masks", "sampling masks"])
-def test_a_draft_models_columns_are_those_that_only_speculation_uses(
-    utils, masks, selected, monkeypatch
-):
+@pytest.fixture
+def buffers_of(utils):
+    """Makes SGLang's own buffers, with our hook after what lists them."""
     import torch
 
-    from kvconnector.integrations.sglang.metadata import MetadataRows, _seed_columns
+    _class(utils, "KVARGS")
+
+    def make(hidden=16, **options):
+        return utils.MetadataBuffers(4, hidden, torch.float32, 16, **options)
+
+    return make
+
+
+def _rows(listed):
+    from kvconnector.integrations.sglang.metadata import MetadataRows
+
+    names = ("aux_data_ptrs", "aux_data_lens", "aux_item_lens")
+    fields = dict(zip(names, listed, strict=True))
+    return MetadataRows(SimpleNamespace(num_draft_entries=0, **fields), "cpu")
+
+
+@pytest.mark.parametrize("selected", [0, 8], ids=["plain", "sparse attention"])
+@pytest.mark.parametrize("masks", [False, True], ids=["no masks", "sampling masks"])
+def test_sglangs_columns_have_their_names(buffers_of, masks, selected, monkeypatch):
+    """A draft model's are apart, and the others have the order of builds that found columns by their places."""
+    from kvconnector.integrations.sglang import metadata
 
     monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", str(masks))
-    options = {"output_dsa_topk_indices_dim": selected}
-    buffers = utils.MetadataBuffers(4, 96, torch.float32, 16, **options)
-    pointers, lengths, widths = buffers.get_buf_infos()
-    seeds = [buffers.output_topk_p, buffers.output_topk_index, buffers.output_hidden_states]
-    seeds += [buffers.output_dsa_topk_indices] if selected else []
-    assert [pointers[at] for at in _seed_columns(widths)] == [each.data_ptr() for each in seeds]
-    listed = {"aux_data_ptrs": pointers, "aux_data_lens": lengths, "aux_item_lens": widths}
-    rows = MetadataRows(SimpleNamespace(num_draft_entries=0, **listed), "cpu")
-    assert rows.seed_bytes == sum(each[0].nbytes for each in seeds)
-    without = utils.MetadataBuffers(4, 16, torch.float32, 16)
-    pointers, lengths, widths = without.get_buf_infos()
-    listed = {"aux_data_ptrs": pointers, "aux_data_lens": lengths, "aux_item_lens": widths}
-    plain = MetadataRows(SimpleNamespace(num_draft_entries=0, **listed), "cpu")
+    buffers = buffers_of(96, output_dsa_topk_indices_dim=selected)
+    listed = buffers.get_buf_infos()
+    names = listed[0].names
+    assert [getattr(buffers, name).data_ptr() for name in names] == listed[0]
+    seeds = [*metadata.SEED_COLUMNS[: 4 if selected else 3]]
+    assert [name for name in names if name in seeds] == seeds
+    left = metadata.OWN_COLUMNS if masks else {*metadata.OWN_COLUMNS} - {*metadata.MASKS}
+    own = [name for name in names if name not in seeds]
+    assert own == [name for name in metadata.OWN_COLUMNS if name in left]
+    rows = _rows(listed)
+    assert rows.seed_bytes == sum(getattr(buffers, name)[0].nbytes for name in seeds)
+    plain = _rows(buffers_of().get_buf_infos())
     assert (plain.seed_bytes, plain.own_bytes) == (0, rows.own_bytes)
+
+
+def _changed(buffers, order):
+    """Return what a release would list of its buffers that lists these columns in this order."""
+    from kvconnector.integrations.sglang.metadata import name_columns
+
+    tensors = [getattr(buffers, name) for name in order]
+    listed = (
+        [each.data_ptr() for each in tensors],
+        [each.nbytes for each in tensors],
+        [each[0].nbytes for each in tensors],
+    )
+    return name_columns(listed, buffers)
+
+
+def test_a_release_may_list_its_columns_in_another_order(buffers_of):
+    """With the bytes of one engine in the columns of the other."""
+    prefill, decode = buffers_of(96), buffers_of(96)
+    listed = prefill.get_buf_infos()
+    names = listed[0].names
+    for number, name in enumerate(names, 1):
+        getattr(prefill, name)[1] = number
+    sender, receiver = _rows(listed), _rows(_changed(decode, names[::-1]))
+    sender.fill(1)
+    receiver._mirror[2] = sender._mirror[1]
+    assert receiver.spread(2)
+    for number, name in enumerate(names, 1):
+        assert (getattr(decode, name)[2] == number).all(), name
+
+
+def test_a_release_with_a_column_that_nobody_has_read_is_refused(buffers_of):
+    from kvconnector.errors import GeometryError
+
+    buffers = buffers_of()
+    buffers.output_draft_scores = buffers.output_ids.clone()
+    names = buffers.get_buf_infos()[0].names
+    for order in ([*names, "output_draft_scores"], ["output_draft_scores", *names[1:]]):
+        with pytest.raises(GeometryError, match=r"unknown=.*output_draft_scores"):
+            _rows(_changed(buffers, order))
+    with pytest.raises(GeometryError, match=r"unknown=.*kv_checksum"):
+        _rows(buffers_of(kv_checksum_enabled=True).get_buf_infos())
+
+
+def test_a_release_may_lack_what_only_a_draft_model_needs(buffers_of):
+    buffers = buffers_of(96)
+    names = buffers.get_buf_infos()[0].names
+    rows = _rows(_changed(buffers, [name for name in names if name != "output_hidden_states"]))
+    assert (rows.seed_bytes, rows.own_bytes) == (0, _rows(buffers.get_buf_infos()).own_bytes)
+
+
+def test_a_queue_asks_for_its_arguments_before_it_lists_columns():
+    """Since our hook is there from then on."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    for queue in (DecodePreallocQueue, PrefillBootstrapQueue):
+        source = inspect.getsource(queue._init_kv_manager)
+        assert 0 < source.find("KVClassType.KVARGS") < source.find("get_buf_infos()")

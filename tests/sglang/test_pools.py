@@ -44,7 +44,8 @@ SHAPE = Shape(
 
 def _registered(pool, shape, draft=None, num_layers=4):
     """Return groups and their kinds, without the rows of metadata."""
-    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8, own_bytes=8, seed_bytes=0)
+    sizes = {"row_bytes": 8, "own_bytes": 8, "seed_bytes": 0}
+    rows = SimpleNamespace(address=8, num_rows=1, lacks=(), **sizes)
     groups, kinds = registered_groups(listed(pool, PAGE, draft, num_layers), shape, rows)
     found = [each for each in zip(groups, kinds, strict=True) if each[1].kind != "row"]
     return [group for group, _ in found], [kind.kind for _, kind in found]
@@ -237,7 +238,8 @@ def _on_a_cpu(page_size):
 
 
 def _sparse(pool, page_size):
-    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8, own_bytes=8, seed_bytes=0)
+    sizes = {"row_bytes": 8, "own_bytes": 8, "seed_bytes": 0}
+    rows = SimpleNamespace(address=8, num_rows=1, lacks=(), **sizes)
     args = listed(pool, page_size, num_layers=3)
     (*groups, _), kinds = registered_groups(args, SPARSE, rows)
     return {kind.kind: group for kind, group in zip(kinds, groups, strict=False)}

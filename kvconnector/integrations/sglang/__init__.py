@@ -80,8 +80,10 @@ def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any
     if backend.value != NAME:
         return original(backend, class_type)
     check_release()
-    from kvconnector.integrations.sglang.backend import CLASSES
+    from kvconnector.integrations.sglang.backend import CLASSES, hook_queues
 
+    if class_type.value == "kvargs":  # which a queue asks for first
+        hook_queues()
     return CLASSES.get(class_type.value)
 
 

@@ -51,6 +51,7 @@ from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
+from kvconnector.integrations.sglang.metadata import name_columns
 from kvconnector.integrations.sglang.numbers import numbers_of_pool
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
@@ -73,7 +74,8 @@ PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
 CREATE_SENDER = f"{PREFILL_QUEUE}.create_sender"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
-METADATA = "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"
+BUFFERS = "sglang.srt.disaggregation.utils.MetadataBuffers"
+METADATA, COLUMNS = f"{BUFFERS}.set_buf", f"{BUFFERS}.get_buf_infos"
 REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
@@ -147,7 +149,6 @@ class KVManager(RankTransfers, BaseKVManager):
             method = parallel.load_balance_method
             self.follows_rooms = method == "follow_bootstrap_room" and not must_query
             self._register(port, group)
-        hook_queues()
 
     def _register(self, port: int, group: distributed.ProcessGroup) -> None:
         """Register this rank with its server's registry, under its engine's directory service."""
@@ -230,7 +231,10 @@ CLASSES = {
 
 @cache
 def hook_queues() -> None:
-    """Put our hooks into SGLang's queues, once in a process."""
+    """Put our hooks into SGLang's queues, once in a process. A queue asks for the class of its `KVArgs` before it fills
+    them, so this is done then: the columns of its metadata have their names.
+    """
+    HookRegistry.register(COLUMNS, name_columns, HookType.AFTER)
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
     HookRegistry.register(METADATA, note_end, HookType.BEFORE)
     HookRegistry.register(CREATE_SENDER, create_sender, HookType.AROUND)

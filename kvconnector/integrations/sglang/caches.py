@@ -487,7 +487,9 @@ def _metadata_group(rows: MetadataRows, shape: Shape, *, is_seed: bool = False) 
     dim, size = _elements(nbytes)
     strides = (rows.row_bytes, nbytes, nbytes, size)
     row = [(KVView(address, (rows.num_rows, 1, 1, dim), strides, size), WHOLE)]
-    return _group([(layer, row) for layer in layers], 1, shape, like=row)
+    # both engines agree on a part's name, and rows that lack different columns may be equally long
+    names = [f"without {', '.join(rows.lacks)}"] if rows.lacks and not is_seed else ()
+    return _group([(layer, row) for layer in layers], 1, shape, like=row, names=names)
 
 
 def _group(
@@ -500,7 +502,8 @@ def _group(
     names: Sequence[str] = (),
 ) -> CacheGroup:
     """Return the group of these parts, each with its layer. `like`: the parts of a layer, should there be none here.
-    `block_size` is in rows of `row_tokens` tokens. `names`: the parts', if engines of other kinds have such parts.
+    `block_size` is in rows of `row_tokens` tokens. `names`: the parts', if engines must agree on more
+    than their number.
     """
     layers: dict[int, list[tuple[KVView, Heads]]] = {}
     for layer, views in sorted(found, key=itemgetter(0)):

@@ -3,27 +3,86 @@
 SGLang's `MetadataBuffers` are a dozen tensors in host memory with one row per request. A worker's pools must all be on
 one device, so the rows are joined in a mirror on the caches' device. The prefill side fills the mirror's row before it
 publishes the end of the prompt. The decode side copies the row to its own tensors before SGLang sees the load complete.
+
+SGLang lists the tensors without saying which is which, and another release may list others. So a hook notes at start of
+which attribute each is. A name that nobody has read is refused. In the mirror the columns have an order of our own, so
+that the rows of two releases fit each other whatever order each has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from kvconnector.errors import GeometryError
 
-PLAIN_COLUMNS, MASK_COLUMNS = 10, 3
-KNOWN_COLUMNS = (10, 11, 13, 14)
-"""How many there are, plain, for sparse attention, and each with sampling masks."""
-HIDDEN = 2
-"""Place of the hidden state among the seeds."""
+logger = logging.getLogger(__name__)
+
+ROOM, HIDDEN = "bootstrap_room", "output_hidden_states"
+MASKS = (
+    "output_token_sampling_mask_len",
+    "output_token_sampling_mask_idx",
+    "output_token_sampling_logprobs",
+)
+OWN_COLUMNS = (
+    "output_ids",
+    "cached_tokens",
+    "output_token_logprobs_val",
+    "output_token_logprobs_idx",
+    "output_top_logprobs_val",
+    "output_top_logprobs_idx",
+    *MASKS,
+    ROOM,
+)
+NEEDED = ("output_ids", ROOM)
+"""A request cannot go on without them. The room, which is never 0, also shows that a row has come."""
+SEED_COLUMNS = ("output_topk_p", "output_topk_index", HIDDEN, "output_dsa_topk_indices")
+"""What only a draft model needs. The last is for sparse attention."""
+NEEDED_SEEDS = SEED_COLUMNS[:3]
 UNUSED_HIDDEN_BYTES = 64
 """Bytes of a hidden state where nobody speculates: SGLang allocates 16 elements."""
+KNOWN = (*OWN_COLUMNS, *SEED_COLUMNS)
+"""The attributes of `MetadataBuffers` that have been read, in the order in which the mirror has them. That is the order
+of releases 0.5.21 to 0.5.23, in which builds that found columns by their places have them.
+"""
+
+
+class NamedPointers(list[int]):
+    """Addresses of tensors, with the tensors' names: "" for one that has none.
+
+    Args:
+        pointers: The addresses.
+        names: As many names.
+    """
+
+    def __init__(self, pointers: Iterable[int], names: Iterable[str]) -> None:
+        super().__init__(pointers)
+        self.names = tuple(names)
+
+
+def name_columns(found: tuple[Any, ...], buffers: Any) -> tuple[Any, ...]:
+    """Give the addresses in what `MetadataBuffers.get_buf_infos` returns the names of its attributes: a hook after it.
+
+    Args:
+        found: The tensors' addresses, and lists that stay as they are.
+        buffers: The `MetadataBuffers`.
+
+    Returns:
+        The same, with `NamedPointers` first.
+    """
+    pointers, *others = found
+    names: dict[int, str] = {}
+    for name, value in vars(buffers).items():
+        # a known name stays if a release gives the same tensor a second one
+        if isinstance(value, torch.Tensor) and names.get(value.data_ptr()) not in KNOWN:
+            names[value.data_ptr()] = name
+    return NamedPointers(pointers, [names.get(each, "") for each in pointers]), *others
 
 
 class MetadataRows:
@@ -31,14 +90,17 @@ class MetadataRows:
 
     `address`, `num_rows` and `row_bytes` describe the mirror, uint8 `[num_rows, row_bytes]`. A row begins with
     `own_bytes` that every engine has. `seed_bytes` follow that only engines with speculative decoding use: what their
-    draft model needs of the prompt's last step. Without it there are none.
+    draft model needs of the prompt's last step. Without it there are none. In both the columns have the order of
+    `KNOWN`, whatever SGLang's is. `lacks` names the columns that every known release has and this one has not.
 
     Args:
-        args: SGLang's `KVArgs`, whose `aux_data_ptrs`, `aux_data_lens` and `aux_item_lens` list the tensors.
+        args: SGLang's `KVArgs`, whose `aux_data_ptrs`, `aux_data_lens` and `aux_item_lens` list the tensors. The
+            first are `NamedPointers`.
         device: The caches' device: "cpu" or "cuda:N".
 
     Raises:
-        GeometryError: the tensors have different numbers of rows, or there are more than are known.
+        GeometryError: the tensors have different numbers of rows, or their names are not known, or one is missing
+            that is needed.
     """
 
     def __init__(self, args: Any, device: str) -> None:
@@ -53,11 +115,19 @@ class MetadataRows:
             _rows((ctypes.c_ubyte * nbytes).from_address(address), self.num_rows)
             for address, nbytes in zip(args.aux_data_ptrs, lengths, strict=True)
         ]
-        seeds = _seed_columns(self._widths)
-        speculates = bool(args.num_draft_entries) or (
-            len(seeds) > HIDDEN and self._widths[seeds[HIDDEN]] > UNUSED_HIDDEN_BYTES
+        places = _places(getattr(args.aux_data_ptrs, "names", ()), len(tensors))
+        own = [places[name] for name in OWN_COLUMNS if name in places]
+        self.lacks = _lacking(places)
+        seeds: list[int] = []
+        if missing := [name for name in NEEDED_SEEDS if name not in places]:
+            logger.warning(
+                "SGLang's metadata has no %s: nothing of what a draft model needs is moved", missing
+            )
+        else:
+            seeds = [places[name] for name in SEED_COLUMNS if name in places]
+        speculates = bool(seeds) and (
+            bool(args.num_draft_entries) or self._widths[places[HIDDEN]] > UNUSED_HIDDEN_BYTES
         )
-        own = [at for at in range(len(tensors)) if at not in seeds]
         order = [*own, *seeds] if speculates else own
         self._tensors = [tensors[at] for at in order]
         self._widths = [self._widths[at] for at in order]
@@ -116,21 +186,39 @@ class MetadataRows:
             tensor[row, : len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
 
 
-def _seed_columns(widths: Sequence[int]) -> list[int]:
-    """Return which of `MetadataBuffers.get_buf_infos` are a draft model's: probabilities, tokens, hidden states and,
-    for sparse attention, selected tokens. Before them come 6 tensors, or 9 with sampling masks; the room is the last.
-    Raises GeometryError: there are as many as in no release that is known, so none can be told by its place.
-    """
-    if len(widths) < PLAIN_COLUMNS:
-        return []
-    if len(widths) not in KNOWN_COLUMNS:
+def _places(names: Sequence[str], num_columns: int) -> dict[str, int]:
+    """Return where each column is. Raises GeometryError: nobody has read what a column is, or one is missing."""
+    if len(names) != num_columns:
         raise GeometryError(
-            "this release of SGLang has a row of metadata whose columns are not known: use a release that was tested",
-            columns=len(widths),
-            known=KNOWN_COLUMNS,
+            "nothing says which column of SGLang's metadata is which: our hook after MetadataBuffers.get_buf_infos did"
+            " not run, so use a release that was tested",
+            columns=num_columns,
+            named=len(names),
         )
-    first = 6 if len(widths) < PLAIN_COLUMNS + MASK_COLUMNS else 6 + MASK_COLUMNS
-    return [*range(first, len(widths) - 1)]
+    unknown = [
+        name or f"column {at} without a name" for at, name in enumerate(names) if name not in KNOWN
+    ]
+    if unknown:
+        raise GeometryError(
+            "this release of SGLang has metadata that kvconnector does not know: use a release that was tested",
+            unknown=unknown,
+        )
+    places = {name: at for at, name in enumerate(names)}
+    missing = [name for name in NEEDED if name not in places]
+    if missing or len(places) < num_columns:
+        raise GeometryError(
+            "this release of SGLang lacks metadata, or has some twice: use a release that was tested",
+            missing=missing,
+            columns=names,
+        )
+    return places
+
+
+def _lacking(names: Container[str]) -> tuple[str, ...]:
+    """Return the columns of a known release that are missing. Sampling masks, all three, are there only if used."""
+    needs_masks = any(name in names for name in MASKS)
+    expected = [name for name in OWN_COLUMNS if needs_masks or name not in MASKS]
+    return tuple(name for name in expected if name not in names)
 
 
 def _rows(memory: ctypes.Array[ctypes.c_ubyte] | mmap.mmap, num_rows: int) -> torch.Tensor:

@@ -126,6 +126,9 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
     Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),
+    # what its columns are is asked at start
+    Name(f"{UTILS}:MetadataBuffers.get_buf_infos"),
+    Fields(f"{UTILS}:MetadataBuffers", ("output_ids", "bootstrap_room")),
     Name(f"{UPDATER}.release_memory_occupation", ("recv_req",)),
     Name(f"{UPDATER}.resume_memory_occupation", ("recv_req",)),
     Mentioned("srt/managers/scheduler_components/weight_updater.py", ("offload_tags", "scheduler")),
@@ -194,7 +197,6 @@ ENTRIES: tuple[Entry, ...] = (
     Name("srt/distributed/utils.py:get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
     Name("srt/utils/network.py:get_local_ip_auto", ("fallback",)),
     # where bytes lie
-    Unchanged(f"{UTILS}:MetadataBuffers.get_buf_infos", ("b5747e6bd3f4ca39",)),
     Unchanged(f"{POOLS}:MHATokenToKVPool._create_buffers", ("e443a65646164191",)),
     Unchanged(f"{POOLS}:MHATokenToKVPool.get_contiguous_buf_infos", ("6274d371993ad514",)),
     Unchanged(f"{POOLS}:MLATokenToKVPool._create_buffers", ("410dac231897d16f",)),

@@ -9,6 +9,13 @@ from types import SimpleNamespace
 import torch
 
 from kvconnector.integrations.sglang.caches import Shape
+from kvconnector.integrations.sglang.metadata import (
+    MASKS,
+    NEEDED_SEEDS,
+    OWN_COLUMNS,
+    ROOM,
+    NamedPointers,
+)
 
 HEAD_DIM = 8
 NUM_SLOTS = 6
@@ -17,6 +24,12 @@ ROW_WIDTHS = (16, 3, 40, 8, 8, 8)
 SEED_WIDTHS = (64, 128, 96)
 """What a draft model needs: probabilities, tokens and a hidden state, of which 64 bytes are there without it."""
 ROOM_WIDTH = 64
+COLUMNS = (
+    *(name for name in OWN_COLUMNS if name not in (*MASKS, ROOM)),
+    *NEEDED_SEEDS,
+    ROOM,
+)
+"""Their names, in the order of SGLang 0.5.23."""
 CONV_GROUPS = (12, 12, 24)
 CONV_WIDTH = 3
 STATE_HEADS = 12
@@ -137,7 +150,8 @@ class Pools:
         args.kv_layer_ids = listed * bool(self.model.states)
         kv = columns(flat(self.kv) + flat(self.draft), self.page_size)
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = kv
-        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = columns(self.aux, 1)
+        pointers, args.aux_data_lens, args.aux_item_lens = columns(self.aux, 1)
+        args.aux_data_ptrs = NamedPointers(pointers, COLUMNS)
         return args
 
     def rows_of(self, pages, first_token, tokens):

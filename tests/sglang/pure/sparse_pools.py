@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from kvconnector.integrations.sglang.caches import Shape
+from kvconnector.integrations.sglang.metadata import NEEDED, NamedPointers
 
-NUM_ROWS, ROW_BYTES = 4, 24
+NUM_ROWS, ROW_WIDTHS = 4, (16, 8)
 LATENT, INDEX = (576, 8), (128, 4)
 WINDOW = 128
 
@@ -53,10 +54,11 @@ class SparsePools:
         self.args.mla_compression_ratios = model.ratios
         self.args.state_types, states = [], []
         kv = self._dsa(states) if model.ratios is None else self._compressed(states)
-        self.aux = [torch.ones(NUM_ROWS, ROW_BYTES, dtype=torch.uint8)]
+        self.aux = [torch.ones(NUM_ROWS, width, dtype=torch.uint8) for width in ROW_WIDTHS]
         for kind, columns in (("kv", kv), ("aux", self._listed((each, 1) for each in self.aux))):
             for name, values in zip(("data_ptrs", "data_lens", "item_lens"), columns, strict=True):
                 setattr(self.args, f"{kind}_{name}", values)
+        self.args.aux_data_ptrs = NamedPointers(self.args.aux_data_ptrs, NEEDED)
         for at, name in enumerate(("data_ptrs", "data_lens", "item_lens")):
             setattr(self.args, f"state_{name}", [columns[at] for columns in states])
         self.shape = Shape(
