@@ -109,15 +109,6 @@ def exchange(ledger, a, b, tag):
     assert ledger.wait(*keys) == [None] * 4
 
 
-def quiet(transport, ledger):
-    """Finish all pending work. Returns the poller of an idle driver thread."""
-    poller = select.poll()
-    poller.register(transport.fileno(), select.POLLIN)
-    ledger.step()
-    until(lambda: not poller.poll(50), ledger.step)
-    return poller
-
-
 def pattern(nbytes, seed):
     """Return bytes that differ by position and by seed."""
     period = bytes((seed * 37 + i * 11) % 251 for i in range(251))
@@ -151,6 +142,14 @@ def send_control(worker, *payloads):
 
 class TransportSuite:
     """The conformance tests. Each makes its own pair."""
+
+    def poller(self, transport):
+        """Return what waits for a transport's descriptor."""
+        if transport.fileno() == NO_FILENO:
+            pytest.skip("this transport has no descriptor to wait for")
+        poller = select.poll()
+        poller.register(transport.fileno(), select.POLLIN)
+        return poller
 
     @contextlib.contextmanager
     def workers(self):
@@ -353,14 +352,14 @@ class TransportSuite:
     def test_a_message_wakes_a_polling_thread(self, is_control, nbytes):
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
         with self.workers() as (sleeper, sender, _):
-            if sleeper.transport.fileno() == NO_FILENO:
-                pytest.skip("this transport has no descriptor to wait for")
+            poller = self.poller(sleeper.transport)
             inbox = Inbox(sender.transport, sleeper.transport)
             exchange(inbox, sender, sleeper, 1)
             sender.transport.send_control(sender.endpoint, TAG, b"warm")
             inbox.take(1)
             recv = sleeper.transport.recv(2, sleeper.allocate(nbytes).buffer)
-            poller = quiet(sleeper.transport, inbox)
+            inbox.step()
+            until(lambda: not poller.poll(50), inbox.step)
             if is_control:
                 sender.transport.send_control(sender.endpoint, TAG, pattern(nbytes, 2))
             else:

@@ -4,6 +4,8 @@ import logging.handlers
 import select
 import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 from kvconnector.transport import Buffer
 from kvconnector.transport.ucx import open_ucx_transport
@@ -47,6 +49,10 @@ class RemoteTransport(RemoteObject):
 
     def fileno(self):
         return NO_FILENO
+
+    def poller(self):
+        """Return what waits for the child's descriptor."""
+        return SimpleNamespace(poll=partial(self.call, "wait_readable"))
 
     def allocate(self, nbytes):
         return RemoteMemory(self, nbytes)
@@ -112,6 +118,12 @@ class Child:
             count += len(self._transport.progress())
             time.sleep(0.0005)
         return count
+
+    def wait_readable(self, timeout_ms):
+        """Sleep until the transport's descriptor is readable. Returns whether it is."""
+        poller = select.poll()
+        poller.register(self._transport.fileno(), select.POLLIN)
+        return bool(poller.poll(timeout_ms))
 
     def wakeups(self, seconds):
         """Sleep for a while, as a driver does. Returns how often the transport woke it."""

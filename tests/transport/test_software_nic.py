@@ -77,6 +77,9 @@ class TestRdma(TransportSuite):
     def pair(self):
         return join(start(self.nics), start(self.nics))
 
+    def poller(self, transport):
+        return transport.poller()
+
 
 @pytest.mark.parametrize("device, num_lanes", [("", 2), ("soft_1:1", 1)])
 def test_lanes_are_all_ports_or_the_named_one(nics, device, num_lanes):
