@@ -13,3 +13,8 @@ def keyed_controls(folder, **trusts):
         secret = folder / name / SECRET_KEY_FILE
         controls[name] = {"secret_key_file": str(secret), "authorized_clients_file": str(listed)}
     return keys, controls
+
+
+def variables_of(control):
+    """Return the environment variables that set these control settings."""
+    return {f"KVCONNECTOR_CONTROL_{name.upper()}": value for name, value in control.items()}

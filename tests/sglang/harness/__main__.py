@@ -2,13 +2,14 @@
 
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from tests.sglang.harness.alone import Alone
 from tests.sglang.harness.cases import CASES
 from tests.sglang.harness.device import Device
 from tests.sglang.harness.engine import Engine, EngineSpec, preload
 from tests.sglang.harness.model import model_of
+from tests.sglang.harness.nodes import hosts_of
 from tests.sglang.harness.pair import Pair
 from tests.vllm.harness.report import OURS, SerialHarness
 
@@ -73,8 +74,10 @@ class SglangHarness(SerialHarness):
         if case.model.get("window"):  # what it computes does not depend on a pool of windows
             one += (("disable-hybrid-swa-memory", True),)
         alone = self._alone.of(str(model), one)
-        made = Pair(case, model, place, alone, backend=self.connector, device=self._device)
-        with closing(made) as pair:
+        with ExitStack() as stack:
+            nodes = stack.enter_context(hosts_of(case.nodes)) if case.nodes else None
+            shared = {"backend": self.connector, "device": self._device, "nodes": nodes}
+            pair = stack.enter_context(closing(Pair(case, model, place, alone, **shared)))
             started = time.monotonic()
             pair.wait_until_ready()
             outcome.figures["start_s"] = round(time.monotonic() - started, 1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.hosts.network import missing as why_no_hosts
 from tests.sglang.harness import launchers
 from tests.sglang.harness import scenarios as s
 
@@ -14,7 +15,8 @@ class Case:
 
     `prefill` and `decode` are options of `sglang.launch_server`. `is_quick`: run for every change. `is_ours`: it needs
     settings or errors of ours, or transfers that SGLang's backends lack. `why_not`: why it cannot run on a CPU.
-    `servers` starts engines itself, on a CPU, in place of all this.
+    `servers` starts engines itself, on a CPU, in place of all this. `nodes`: how many hosts of
+    its own each side has.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Case:
     is_ours: bool = False
     why_not: str = ""
     servers: Callable | None = None
+    nodes: dict = field(default_factory=dict)
 
 
 def _page(size):
@@ -122,6 +125,27 @@ DATA_PARALLEL = (
 """Servers whose attention, or all of them, runs in data-parallel ranks."""
 
 
+def _nodes(name, at_prefill, at_decode, scenario=s.tokens_on_nodes, environment=(), **options):
+    return _ours(
+        name,
+        scenario,
+        nodes={"prefill": at_prefill, "decode": at_decode},
+        environment={"GLOO_SOCKET_IFNAME": "eth0", **dict(environment)},
+        why_not=why_no_hosts() or "",
+        **options,
+    )
+
+
+NODES = (
+    _nodes("two-nodes-tp1", 2, 1, prefill=TP2),
+    _nodes("tp1-two-nodes", 1, 2, decode=TP2),
+    _nodes("two-nodes-pp2", 2, 1, prefill=PP2),
+    _nodes("two-nodes-dpa2-dpa2", 2, 2, s.crowd, model=MLA, prefill=DPA2, decode=DPA2),
+    _nodes("two-nodes-lost", 2, 1, s.lost_node, environment=s.SOON, prefill=TP2),
+)
+"""Engines whose ranks are on several hosts, with an engine on others."""
+
+
 CASES = (
     Case("tp1-tp1", is_quick=True),
     Case("page32", prefill=_page(32), decode=_page(32)),
@@ -180,5 +204,6 @@ CASES = (
     _lost("lost-router", s.lost_router),
     _ours("keys", s.keys, environment=s.SOON),
     *DATA_PARALLEL,
+    *NODES,
     _ours("dynamo", servers=launchers.dynamo, why_not=launchers.why_not()),
 )

@@ -67,7 +67,7 @@ class Device:
         """Return why a case cannot run here; "" if it can."""
         if self.kind == "cpu":
             return case.why_not
-        if case.servers is not None:
+        if case.servers is not None or case.nodes:
             return "it runs on CPUs"
         wanted, found = max(map(ranks_of, (case.prefill, case.decode))), len(Units("cuda").units)
         return f"it needs {wanted} GPUs, here are {found}" if wanted > found else ""

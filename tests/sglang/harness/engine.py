@@ -12,6 +12,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.sglang.harness.device import CPU, Device
 from tests.support.engine_process import EngineProcess
@@ -52,7 +53,8 @@ OPTIONS = {
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS` and those of its `device`,
-    where None leaves one out; `dumps`: the folder for the digests of its cache.
+    where None leaves one out; `dumps`: the folder for the digests of its cache; `nodes`: the `Nodes` that it
+    runs on, if they are not this machine.
     """
 
     model: str
@@ -61,6 +63,7 @@ class EngineSpec:
     options: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
     device: Device = CPU
+    nodes: Any = None
 
     @property
     def arguments(self):
@@ -84,8 +87,8 @@ class Answer:
 class Request:
     """A request in progress: POST, or GET without a body."""
 
-    def __init__(self, port, path, body=None, headers=()):
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
+    def __init__(self, port, path, body=None, headers=(), address="127.0.0.1"):
+        self._connection = http.client.HTTPConnection(address, port, timeout=ANSWER_TIMEOUT_S)
         method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
             headers = {"Content-Type": "application/json", **dict(headers)}
@@ -138,11 +141,13 @@ class Request:
 class Engine(EngineProcess):
     """The parent's end of a forked server."""
 
+    address = "127.0.0.1"
+
     def __init__(self, spec, port=None):
         self.spec = spec
         self.port = port or free_ports()
         arguments = [*spec.arguments, "--port", str(self.port)]
-        super().__init__(spec, _run, arguments, spec.dumps, spec.device.kind)
+        super().__init__(spec, run_engine, arguments, spec.dumps, spec.device.kind)
 
     def wait_until_ready(self):
         """Wait until the engine answers.
@@ -155,16 +160,16 @@ class Engine(EngineProcess):
             if self.has_ended:
                 raise NoAnswerError(f"the engine ended at its start: {self.last_error()}")
             with suppress(NoAnswerError):
-                if Request(self.port, "/health").status(HEALTH_S) == OK:
+                if self.request("/health", None).status(HEALTH_S) == OK:
                     return
             time.sleep(POLL_S)
         raise NoAnswerError("the engine did not start in time")
 
     def request(self, path, body, headers=()):
-        """Send a request, with the engine's key if its API needs one. Returns the `Request`."""
+        """Send a request, with the engine's key if its API needs one: GET if `body` is None. Returns the `Request`."""
         key = self.spec.options.get("api-key")
         keyed = {"Authorization": f"Bearer {key}"} if key else {}
-        return Request(self.port, path, body, {**keyed, **dict(headers)})
+        return Request(self.port, path, body, {**keyed, **dict(headers)}, self.address)
 
     def submit(self, prompt, *, max_tokens=8, headers=(), **options):
         """Request the greedy tokens after `prompt`. Returns the `Request`."""
@@ -209,7 +214,8 @@ def preload(device=CPU):
         raise RuntimeError("importing SGLang has used CUDA: engines forked from here cannot")
 
 
-def _run(arguments, dumps, kind):
+def run_engine(arguments, dumps, kind):
+    """Run a server in this process."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from tests.sglang.harness.device import CPU, ranks_of
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Engine, EngineSpec, Request
+from tests.sglang.harness.nodes import EngineOnNodes
+from tests.support.keys import keyed_controls, variables_of
 from tests.support.ports import free_ports
 from tests.vllm.harness.report import OURS, NoAnswerError, Outcome
 
@@ -27,9 +29,9 @@ class Asked:
 
 
 class Pair:
-    """The two engines of `case`, in `folder`."""
+    """The two engines of `case`, in `folder`. `nodes`: what `hosts_of` made for them, if not this machine."""
 
-    def __init__(self, case, model, folder, alone, *, backend=OURS, device=CPU):
+    def __init__(self, case, model, folder, alone, *, backend=OURS, device=CPU, nodes=None):
         self._alone = alone
         self.bootstrap_port = free_ports()
         self.dumps = folder / "dumps"
@@ -39,6 +41,10 @@ class Pair:
             "prefill": {"disaggregation-bootstrap-port": self.bootstrap_port},
             "decode": {"disaggregation-decode-retraction-backup": "cpu_tensor"},
         }
+        controls = {}
+        if nodes:  # beyond this machine engines need keys
+            trusts = {"prefill": ["decode"], "decode": ["prefill"]}
+            _, controls = keyed_controls(folder / "keys", **trusts)
         self.specs = {}
         for side, of_case in (("prefill", case.prefill), ("decode", case.decode)):
             log = folder / f"{side}.log"
@@ -49,11 +55,17 @@ class Pair:
                 log=log,
                 dumps=self.dumps,
                 options=chosen,
-                environment={**case.environment, **threads_of(ranks_of(of_case))},
+                environment={
+                    **case.environment,
+                    **threads_of(ranks_of(of_case)),
+                    **variables_of(controls.get(side, {})),
+                },
                 device=device,
+                nodes=nodes and nodes[side],
             )
-        self.prefill = Engine(self.specs["prefill"])
-        self.decode = Engine(self.specs["decode"])
+        start = EngineOnNodes if nodes else Engine
+        self.prefill = start(self.specs["prefill"])
+        self.decode = start(self.specs["decode"])
 
     def wait_until_ready(self):
         """Wait for both engines."""
@@ -74,7 +86,7 @@ class Pair:
             options={**old.spec.options, **dict(options)},
             environment={**old.spec.environment, **environment},
         )
-        setattr(self, side, Engine(spec, old.port))
+        setattr(self, side, type(old)(spec, old.port))
         getattr(self, side).wait_until_ready()
 
     def alone(self, prompt, **options):
@@ -86,7 +98,7 @@ class Pair:
         name = secrets.token_hex(8)
         room = options.pop("room", None) or secrets.randbits(62) + 1
         where = {
-            "bootstrap_host": "127.0.0.1",
+            "bootstrap_host": self.prefill.address,
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": room,
         }

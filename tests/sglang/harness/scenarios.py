@@ -18,7 +18,7 @@ from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Request
 from tests.sglang.harness.spans import SpanServer
-from tests.support.keys import keyed_controls
+from tests.support.keys import keyed_controls, variables_of
 from tests.support.spans import HEADERS, TRACE_ID
 from tests.vllm.harness.pair import prompt_of
 from tests.vllm.harness.report import becomes
@@ -45,6 +45,14 @@ def tokens(pair, outcome):
     """Prompts of several lengths, one after the other, get the right tokens."""
     for length in LENGTHS:
         pair.ask(outcome, f"{length} tokens", prompt_of(length))
+
+
+def tokens_on_nodes(pair, outcome):
+    """Prompts get the right tokens, one after the other and at once, where an engine has ranks on two hosts."""
+    tokens(pair, outcome)
+    crowd(pair, outcome)
+    for log in (log for engine in (pair.prefill, pair.decode) for log in engine.logs):
+        outcome.check(f"{log.stem} has a rank", log.read_text().count("kvconnector moves"), 1)
 
 
 def prefix_hits(pair, outcome):
@@ -380,6 +388,23 @@ def kill(pair, outcome, side, other):
     pair.ask(outcome, "after its restart", prompt)
 
 
+def lost_node(pair, outcome):
+    """One host of the prefill engine is cut off before a request. The decode engine, which needs a part of the cache
+    from there, fails it with an error of ours, and is served once the prefill engine has been started again.
+    """
+    prompt, node = prompt_of(400, seed=8), pair.prefill.spec.nodes.hosts[-1]
+    pair.ask(outcome, "before", prompt)
+    pair.forget()
+    node.cut()
+    asked = pair.submit(prompt)
+    lost = errors.PeerLostError, errors.PeerUnreachableError
+    _check_failed(outcome, "its request", asked.decode.answer(), pair.decode.log_text(), *lost)
+    pair.check_idle(outcome, "decode")
+    node.restore()
+    pair.restart("prefill")
+    pair.ask(outcome, "after its restart", prompt)
+
+
 def steps_at_a_loss(pair, outcome, *, dies=True):
     """While a decode rank's prefill engine dies, or falls silent, the other rank, which shares each step with it, goes
     on.
@@ -491,7 +516,7 @@ def keys(pair, outcome):
     """Engines with keys move caches; a decode engine whose key is not authorised gets an error and no bytes."""
     trusts = {"prefill": ["decode"], "decode": ["prefill"], "other": ["prefill"]}
     _, controls = keyed_controls(pair.dumps.parent / "keys", **trusts)
-    settings = {name: _variables(control) for name, control in controls.items()}
+    settings = {name: variables_of(control) for name, control in controls.items()}
     pair.restart("prefill", **settings["prefill"])
     pair.restart("decode", **settings["decode"])
     prompt = prompt_of(150, seed=12)
@@ -513,10 +538,6 @@ def _check_failed(outcome, what, answer, log, *errors):
     if errors and not any(error.remedy in log for error in errors):
         names = " or ".join(error.__name__ for error in errors)
         outcome.complaints.append(f"{what}: no {names} in the log")
-
-
-def _variables(control):
-    return {f"KVCONNECTOR_CONTROL_{name.upper()}": value for name, value in control.items()}
 
 
 MALFORMED = (
