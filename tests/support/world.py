@@ -41,6 +41,8 @@ from tests.support.python_network import PythonNetwork
 
 PASSES = 8
 """Passes of the loop in one turn of a driver. Time does not pass meanwhile."""
+TURNS_IN_A_ROW = 8
+"""Most turns of a driver while messages wait, of which each takes few. Time does not pass meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,10 @@ class World:
         self.random.shuffle(members)
         for member in members:
             member.turn(0.0)
+            for _ in range(1, TURNS_IN_A_ROW):
+                if not isinstance(member, Driver) or not member.links.has_arrived:
+                    break
+                member.turn(0.0)
         for network in self._networks:
             network.check()
 
