@@ -79,6 +79,8 @@ def _timed(name, **options):
 
 
 KILL_PREFILL = partial(s.kill, side="prefill", other="decode")
+LOST_PREFILL = partial(s.lost_node, side="prefill", other="decode")
+LOST_DECODE = partial(s.lost_node, side="decode", other="prefill")
 KILL_DECODE = partial(s.kill, side="decode", other="prefill")
 DATA_PARALLEL = (
     _attention("dpa2-tp1", prefill=DPA2),
@@ -141,7 +143,8 @@ NODES = (
     _nodes("tp1-two-nodes", 1, 2, decode=TP2),
     _nodes("two-nodes-pp2", 2, 1, prefill=PP2),
     _nodes("two-nodes-dpa2-dpa2", 2, 2, s.crowd, model=MLA, prefill=DPA2, decode=DPA2),
-    _nodes("two-nodes-lost", 2, 1, s.lost_node, environment=s.SOON, prefill=TP2),
+    _nodes("two-nodes-lost", 2, 1, LOST_PREFILL, environment=s.SOON, prefill=TP2),
+    _nodes("tp1-two-nodes-lost", 1, 2, LOST_DECODE, environment=s.SOON, decode=TP2),
 )
 """Engines whose ranks are on several hosts, with an engine on others."""
 

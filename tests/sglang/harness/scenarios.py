@@ -388,20 +388,20 @@ def kill(pair, outcome, side, other):
     pair.ask(outcome, "after its restart", prompt)
 
 
-def lost_node(pair, outcome):
-    """One host of the prefill engine is cut off before a request. The decode engine, which needs a part of the cache
-    from there, fails it with an error of ours, and is served once the prefill engine has been started again.
+def lost_node(pair, outcome, side, other):
+    """One host of an engine is cut off before a request. The other engine, which needs the rank there, fails it with an
+    error of ours, holds nothing, and goes on once the engine has been started again.
     """
-    prompt, node = prompt_of(400, seed=8), pair.prefill.spec.nodes.hosts[-1]
+    prompt, left = prompt_of(400, seed=8), getattr(pair, other)
+    node = getattr(pair, side).spec.nodes.hosts[-1]
     pair.ask(outcome, "before", prompt)
     pair.forget()
     node.cut()
-    asked = pair.submit(prompt)
-    lost = errors.PeerLostError, errors.PeerUnreachableError
-    _check_failed(outcome, "its request", asked.decode.answer(), pair.decode.log_text(), *lost)
-    pair.check_idle(outcome, "decode")
+    answer = getattr(pair.submit(prompt), other).answer()
+    _check_failed(outcome, "its request", answer, left.log_text(), *LOSSES)
+    pair.check_idle(outcome, other)
     node.restore()
-    pair.restart("prefill")
+    pair.restart(side)
     pair.ask(outcome, "after its restart", prompt)
 
 
@@ -554,6 +554,7 @@ MALFORMED = (
     ("bootstrap_port", 1 << 40),
     ("disagg_prefill_dp_rank", -1),
 )
+LOSSES = (errors.PeerLostError, errors.PeerUnreachableError, errors.LeaseExpiredError)
 REFUSALS = (errors.AuthenticationError, errors.PeerUnreachableError)
 ERRORS = (
     errors.TransferTimeoutError,
