@@ -57,7 +57,7 @@ def test_one_lack_stops_a_recipe_and_a_test_opens_it():
         known = {**FLEET.capability, name: capability}
         fleet = msgspec.structs.replace(FLEET, capability=known)
         assert fleet.missing(recipe) == missing
-    assert fleet.level(recipe) == "contract"  # the least of its needs
+    assert fleet.level(recipe) == "CPU engines"  # the least of its needs
 
 
 @pytest.mark.parametrize(

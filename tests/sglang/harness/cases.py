@@ -45,6 +45,7 @@ WINDOW = {"window": 64}
 MLA = {"kind": "mla"}
 MLA_MOE = {"kind": "mla-moe"}
 STATES = {"kind": "states"}
+MTP = {"kind": "mtp"}
 UNCACHED = {"disable-radix-cache": True}
 SMALL = {"max-total-tokens": 480, "num-reserved-decode-tokens": 16}  # for one answer of 200
 ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
@@ -177,6 +178,8 @@ CASES = (
     Case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
     _ours("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=UNCACHED | TP2),
     _ours("states-tp2-tp1", model=STATES, prefill=UNCACHED | TP2, decode=UNCACHED),
+    _ours("mtp-decode", s.drafts, model=MTP, decode=s.DRAFTS),
+    _ours("mtp-both", s.drafts, model=MTP, prefill=s.DRAFTS, decode=s.DRAFTS),
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
     _ours("window-hits", s.window_hits, model=WINDOW, decode=RADIX),

@@ -2,11 +2,12 @@
 run on any CPU. All engines that a case compares use the same ones.
 """
 
+import ctypes
 import functools
 import math
 import sys
 from collections import defaultdict
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 from torch.nn import functional
@@ -29,6 +30,7 @@ def stand_in(kind):
 
 def _stand_in_on_a_gpu():
     """Keep to PyTorch and Triton, without kernels that SGLang has compiled or compiles when they are used."""
+    from sglang.kernels.ops.speculative import spec_tree, tree
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.dual_gemm import DualGemm
     from sglang.srt.mem_cache import memory_pool
@@ -37,7 +39,24 @@ def _stand_in_on_a_gpu():
     memory_pool.can_use_store_cache = lambda *_: False
     DualGemm._select_mode = lambda *_: None  # it would import CUTLASS
     triton_backend.is_arch_support_pdl = lambda: False  # a compiled kernel's module says it
+    # chains of drafts: SGLang has these in Triton, too
+    spec_tree.sgl_build_tree_kernel_efficient = spec_tree.sgl_build_tree_kernel_triton
+    tree.verify_tree_greedy = _in_triton(spec_tree.verify_tree_greedy_triton)
     _choose_without_trials()
+
+
+def _in_triton(verify):
+    """Return `verify` with the names of the compiled kernel's arguments."""
+
+    def call(*, retrive_index, retrive_next_token, retrive_next_sibling, **others):
+        verify(
+            retrieve_index=retrive_index,
+            retrieve_next_token=retrive_next_token,
+            retrieve_next_sibling=retrive_next_sibling,
+            **others,
+        )
+
+    return call
 
 
 def _choose_without_trials():
@@ -86,6 +105,7 @@ def _stand_in_on_a_cpu():
         torch.cuda.current_stream = lambda *_: None
     for name in UNUSED_OPS:
         setattr(torch.ops.sgl_kernel, name, None)
+    _draft_plainly()
     mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = convolve_prompts
     mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = convolve_tokens
     mamba.mamba_chunk_scan_combined = scan_prompts
@@ -111,16 +131,178 @@ def _allocate_plainly(paged):
     paged.alloc_decode_kernel = defaultdict(lambda: decode)
 
 
+def _draft_plainly():
+    """Let engines draft with torch's attention, for which SGLang has no draft backends, and replace compiled kernels
+    that describe and check chains of drafts. Trees of drafts (`speculative-eagle-topk` above 1) are refused: torch's
+    attention takes no mask for them.
+    """
+    from sglang.kernels.ops.kvcache import cache_move
+    from sglang.kernels.ops.speculative import cache_locs, eagle, multi_layer_eagle, spec_tree
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache import allocation
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    class Step(TorchNativeAttnBackend):
+        """The attention of one step of a chain. `number`: how many drafts of this chain it sees, its own among them."""
+
+        def __init__(self, runner, number):
+            super().__init__(runner)
+            self._number = number
+
+        def _run_sdpa_forward_decode(self, *arguments, **options):
+            *tensors, lengths, encoder_lens = arguments
+            longer = lengths + self._number
+            return super()._run_sdpa_forward_decode(*tensors, longer, encoder_lens, **options)
+
+    class Steps:
+        """The attention of all steps of a chain."""
+
+        def __init__(self, factory):
+            numbers = range(1, factory.speculative_num_steps)
+            self.attn_backends = [Step(factory.draft_model_runner, number) for number in numbers]
+
+        def init_forward_metadata(self, batch):
+            for each in self.attn_backends:
+                each.init_forward_metadata(batch)
+
+    def steps(factory):
+        if factory.topk != 1:
+            raise NotImplementedError(
+                "torch's attention drafts chains only: speculative-eagle-topk 1"
+            )
+        return Steps(factory) if factory.speculative_num_steps > 1 else None
+
+    DraftBackendFactory.create_decode_backend = steps
+    DraftBackendFactory.create_draft_extend_backend = lambda factory: TorchNativeAttnBackend(
+        factory.draft_model_runner
+    )
+    eagle.fill_bonus_tokens_cpu = take_last_accepted
+    eagle.fill_accept_out_cache_loc_cpu = pack_accepted
+    multi_layer_eagle.rotate_input_ids_cpu = rotate_prompts
+    allocation.assign_req_to_token_pool_cpu = put_rows
+    cache_move.copy_all_layer_kv_cache_cpu = copy_rows
+    cache_locs.assign_extend_cache_locs_cpu = take_rows
+    cache_locs.assign_draft_cache_locs_contiguous_cpu = take_rows_of_drafts
+    spec_tree.sgl_build_tree_kernel_efficient_cpu = describe_chains
+    spec_tree.sgl_verify_tree_greedy_cpu = accept_greedily
+
+
+def take_last_accepted(accepted, counts, last, width):
+    """Write each request's last accepted token to `last`: `accepted` is `[request, width]`, with `counts` of them."""
+    requests = torch.arange(len(counts))
+    last.copy_(accepted.view(-1, width)[requests, counts.long() - 1])
+
+
+def pack_accepted(index, rows, out):
+    """Write the cache's rows of accepted tokens to the beginning of `out`: `index` names them in `rows`, or is -1."""
+    kept = index.flatten()
+    kept = kept[kept >= 0].long()
+    out[: len(kept)] = rows[kept]
+
+
+def copy_rows(addresses, strides, targets, sources):
+    """Copy rows within each of the tensors at these addresses, whose rows have so many bytes."""
+    for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(address + stride * source, stride) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows, strict=True):
+            ctypes.memmove(address + stride * target, row, stride)
+
+
+def rotate_prompts(tokens, starts, lengths, following, places):
+    """Move each prompt's tokens one to the left, in place, and add what follows: at its end, or at `places`."""
+    for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        if not length:
+            continue
+        tokens[start : start + length - 1] = tokens[start + 1 : start + length].clone()
+        place = start + length - 1 if places is None else int(places[number])
+        tokens[place] = following.flatten()[number]
+
+
+def take_rows(requests, table, starts, stops, out, _):
+    """Write to `out` the rows of the cache of each request's tokens from its start to its stop, one after the other."""
+    bounds = zip(requests.tolist(), starts.tolist(), stops.tolist(), strict=True)
+    found = torch.cat([table[request, start:stop] for request, start, stop in bounds])
+    out[: len(found)] = found
+
+
+def put_rows(requests, table, starts, stops, rows, _):
+    """Write `rows` into the table, in place of what `take_rows` takes."""
+    at = 0
+    bounds = zip(requests.tolist(), starts.tolist(), stops.tolist(), strict=True)
+    for request, start, stop in bounds:
+        table[request, start:stop] = rows[at : at + stop - start]
+        at += stop - start
+
+
+def take_rows_of_drafts(requests, table, lengths, out, *sizes):
+    """Do so for the drafts that follow each request's tokens."""
+    width, topk, steps = sizes
+    take_rows(requests, table, lengths, lengths + topk * steps, out, width)
+
+
+def describe_chains(*arguments):
+    """Describe the drafts of each request as a chain, whose first is the request's last token.
+
+    Args:
+        arguments: Parents and scores, which only trees need; then the requests' lengths without drafts; then what is
+            written: which drafts of its request each draft sees, its position, its place among all, the number of the
+            draft that follows it (-1 after the last one) and of one in place of it (-1: a chain has none), all
+            `[request, draft]` but the first, which has one more dimension; then drafts per step (1), steps, drafts
+            and the kind of mask.
+    """
+    _, _, lengths, mask, positions, places, following, siblings, topk, _, count, _ = arguments
+    if topk != 1:
+        raise NotImplementedError("torch's attention drafts chains only: speculative-eagle-topk 1")
+    numbers = torch.arange(count)
+    mask.view(-1, count, count).copy_(numbers <= numbers.unsqueeze(1))
+    positions.view(-1, count).copy_(lengths.unsqueeze(1) + numbers)
+    places.copy_(torch.arange(places.numel()).view_as(places))
+    following.copy_(torch.cat([numbers[1:], torch.tensor([-1])]).expand_as(following))
+    siblings.fill_(-1)
+
+
+def accept_greedily(
+    *, predicts, accept_index, accept_token_num, candidates, retrive_index, target_predict, **_
+):
+    """Accept the drafts of each chain up to the first that is not the model's own token.
+
+    Args:
+        predicts: Written: the model's token after each accepted one, by its place among all.
+        accept_index: Written: places of accepted tokens, `[request, step]`.
+        accept_token_num: Written: how many drafts of each request are accepted.
+        candidates: `[request, draft]`, the first of which is the request's last token.
+        retrive_index: Their places.
+        target_predict: The model's token after each.
+    """
+    most = accept_index.shape[1] - 1
+    for number, (drafts, right) in enumerate(
+        zip(candidates.tolist(), target_predict.tolist(), strict=True)
+    ):
+        pairs = zip(drafts[1 : most + 1], right, strict=False)
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        places = retrive_index[number, : accepted + 1].long()
+        accept_index[number, : accepted + 1] = places.to(accept_index.dtype)
+        predicts[places] = target_predict[number, : accepted + 1].to(predicts.dtype)
+        accept_token_num[number] = accepted
+
+
 def _through_windows(run):
-    """Return a method of torch's attention that reads windows where it writes them: in their own pool."""
+    """Return a method of torch's attention that reads windows where it writes them: in their own pool. Where drafts are
+    checked, it takes their number from the queries.
+    """
 
     @functools.wraps(run)
     def call(backend, *arguments, **options):
         *tensors, rows, requests, lengths = arguments[:7]
+        more = arguments[7:]
+        if len(more) > 1 and more[1] is None:
+            # drafts are checked: their requests' lengths are without them, and no others are given
+            count = torch.full_like(lengths, len(tensors[0]) // max(1, len(lengths)))
+            lengths, more = lengths + count, (lengths, count, *more[2:])
         if backend.use_sliding_window_kv_pool and options["sliding_window_size"] is not None:
             rows = backend.token_to_kv_pool.translate_loc_from_full_to_swa(rows[requests].long())
             requests = torch.arange(len(requests))
-        return run(backend, *tensors, rows, requests, lengths, *arguments[7:], **options)
+        return run(backend, *tensors, rows, requests, lengths, *more, **options)
 
     return call
 

@@ -50,6 +50,8 @@ class Pair:
             log = folder / f"{side}.log"
             log.unlink(missing_ok=True)
             chosen = {"disaggregation-mode": side, **common, **options[side], **of_case}
+            if "speculative-algorithm" in chosen:  # with a layer of the model itself
+                chosen["speculative-draft-model-path"] = str(model)
             self.specs[side] = EngineSpec(
                 model=str(model),
                 log=log,

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
-from tests.sglang.harness.engine import Request
+from tests.sglang.harness.engine import Engine, Request
 from tests.sglang.harness.spans import SpanServer
 from tests.support.keys import keyed_controls, variables_of
 from tests.support.spans import HEADERS, TRACE_ID
@@ -39,6 +39,15 @@ SOON = {
 }
 """Deadlines with which cases of loss end soon."""
 ROUNDS = 9
+ANSWER_TOKENS = 40
+DRAFTS = {
+    "speculative-algorithm": "NEXTN",
+    "speculative-num-steps": 3,
+    "speculative-eagle-topk": 1,
+    "speculative-num-draft-tokens": 4,
+    "decode-log-interval": 1,
+}
+"""An engine that drafts with its model's own layer for that, three tokens at a time."""
 
 
 def tokens(pair, outcome):
@@ -53,6 +62,39 @@ def tokens_on_nodes(pair, outcome):
     crowd(pair, outcome)
     for log in (log for engine in (pair.prefill, pair.decode) for log in engine.logs):
         outcome.check(f"{log.stem} has a rank", log.read_text().count("kvconnector moves"), 1)
+
+
+def drafts(pair, outcome):
+    """A decode engine that drafts gives the tokens that one engine alone gives, with drafts and without them."""
+    spec = pair.specs["decode"]
+    log = spec.log.with_name("drafting.log")
+    log.unlink(missing_ok=True)
+    alone = dict.fromkeys(name for name in spec.options if name.startswith("disaggregation"))
+    prompts = [prompt_of(length, seed=11) for length in LENGTHS]
+    expected = [pair.alone(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+    drafting = Engine(replace(spec, log=log, options={**spec.options, **alone}))
+    try:
+        drafting.wait_until_ready()
+        found = [drafting.ask(prompt, max_tokens=ANSWER_TOKENS).tokens for prompt in prompts]
+    finally:
+        drafting.kill()
+    outcome.check("one engine that drafts", found, expected)
+    outcome.figures["accepted_alone"] = _accepted(outcome, drafting)
+    for prompt in prompts:
+        pair.ask(outcome, f"{len(prompt)} tokens", prompt, max_tokens=ANSWER_TOKENS)
+    asked = [pair.submit(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+    for each, right in zip(asked, expected, strict=True):
+        pair.compare(outcome, f"{len(each.prompt)} tokens, at once", each, right)
+    pair.check_idle(outcome)
+    outcome.figures["accepted"] = _accepted(outcome, pair.decode)
+
+
+def _accepted(outcome, engine):
+    """Return how many tokens an engine's steps gave at the most, per request, and complain if it was one."""
+    lines = re.findall(r"accept len: ([\d.]+)", engine.log_text())
+    most = max(map(float, lines), default=0.0)
+    outcome.check("drafts were accepted", most > 1)
+    return most
 
 
 def prefix_hits(pair, outcome):
