@@ -22,9 +22,9 @@ open endpoints): an engine's thread stops before the first event in `_SLOW` and 
 driver's thread, so order is kept. A turn decodes messages and handles events for `pacing.WORK_S` at most, then passes
 through the data path, which releases the GIL.
 
-Fair shares. `Links` gives the messages of all peers in turns, one of each. They wait there, and few of them in the
-driver's queue (`MAX_QUEUED_EVENTS`, `MAX_TAKEN_BYTES`): so the engine's orders and the data path's news wait for so
-few, and a peer's for one of each other peer, whatever one peer has sent.
+Fair shares. `Links` yields one message of each peer in turn, and keeps the rest. The driver queues few of them at a
+time (`MAX_QUEUED_EVENTS`, `MAX_TAKEN_BYTES`). So however much one peer has sent, another peer's message waits for one
+of it, and the engine's orders and reports of the data path wait for a bounded number.
 
 Order. A peer's messages count before its loss, which the control channel reports after its own, and `Links` after those
 that came over the transport. The driver handles events in the order in which it took them. It closes a link after it

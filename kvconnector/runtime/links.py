@@ -486,8 +486,8 @@ class Links:
                 closed.add(event.handle)
 
     def _take_ends(self) -> None:
-        """Look for what lost peers had sent over the transport, which counts before their loss, and let the ends wait
-        behind it.
+        """Look for what lost peers had sent over the transport, which counts before their loss, and queue the ends
+        after it.
         """
         self._num_looks += 1
         is_all = self._take_transport(progress=True) < MAX_CONTROL_PER_CALL

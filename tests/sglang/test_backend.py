@@ -22,7 +22,7 @@ from kvconnector.errors import (
     TransferAbortedError,
 )
 from kvconnector.integrations.identity import digest_of
-from kvconnector.integrations.sglang import of_release
+from kvconnector.integrations.sglang import release_or_raise
 from kvconnector.integrations.sglang.digests import PromptDigests
 from tests.sglang.listed import hybrid_pool, listed
 from tests.sglang.pure.registry import PrefillApi, Registry
@@ -663,7 +663,7 @@ def fan_out(*answers, backend="kvconnector"):
         auto_create_handle_loop=lambda: None,
         release_memory_occupation_communicator=communicator,
     )
-    return asyncio.run(of_release(original, manager, None, None))
+    return asyncio.run(release_or_raise(original, manager, None, None))
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

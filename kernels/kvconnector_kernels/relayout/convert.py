@@ -175,9 +175,8 @@ def _fp8_places(
     numbers = _fp8_sizes(element).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if element == "float8_e5m2" and rounding == "cast":
-        numbers = np.append(
-            numbers, 65536.0
-        )  # stands for infinity, which is rounded to as if it were this
+        # infinity is rounded to as if it were the number after the largest one
+        numbers = np.append(numbers, 65536.0)
     middles = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
     # what is exactly in the middle before an even number belongs to that one
     middles[1::2] = np.nextafter(middles[1::2], np.float32(0))

@@ -50,7 +50,8 @@ class SideTiling(NamedTuple):
     align_bytes: int
     # No runs, and a kernel of its own for that.
     is_adjacent: bool
-    # The block size and the strides, in words, of a paged side that has a kernel of its own; None: the kernel is told.
+    # The block size and the strides, in words, of a paged side whose kernel is compiled for them; None if they are
+    # arguments of the kernel.
     strides: tuple[int, ...] | None
 
 

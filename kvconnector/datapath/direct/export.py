@@ -13,7 +13,7 @@ from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.descriptor_socket import Segments, close_handles
 from kvconnector.datapath.direct.segments import (
     Mapping,
-    check_number,
+    check_num_segments,
     num_blocks_inside,
     runs_of,
     segments_of,
@@ -151,7 +151,7 @@ def memory_of(
             others.append((start, stop))
             reason = error
     segments = segments_of(others, driver.segment_at)
-    check_number(len(segments))
+    check_num_segments(len(segments))
     if reason is not None and not segments:
         raise reason
     kinds = driver.check_shareable(segments)

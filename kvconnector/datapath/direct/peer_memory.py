@@ -18,7 +18,7 @@ from kvconnector.datapath.direct.descriptor_socket import (
     fetch_descriptors,
     fetch_segments,
 )
-from kvconnector.datapath.direct.segments import Area, areas_of, check_number
+from kvconnector.datapath.direct.segments import Area, areas_of, check_num_segments
 from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
@@ -148,7 +148,7 @@ def map_segments(
             many segments, or it takes longer than `MAP_LIMIT_S`.
         PeerLostError: The producer has ended.
     """
-    check_number(sum(run.count for run in export.segments))
+    check_num_segments(sum(run.count for run in export.segments))
     until_s = time.monotonic() + MAP_LIMIT_S
     place = shared_folder or f"/proc/{export.pid}/fd/{export.socket_fd}"
     driver, found, how = CudaDriver(), [], set[str]()

@@ -22,7 +22,7 @@ MAX_MAPPED_SEGMENTS = 20_000
 more would be given up after `peer_memory.MAP_LIMIT_S`, by every consumer again."""
 
 
-def check_number(num_segments: int) -> None:
+def check_num_segments(num_segments: int) -> None:
     """Raise TransportError: memory is in more segments than consumers map."""
     if num_segments > MAX_MAPPED_SEGMENTS:
         raise TransportError(

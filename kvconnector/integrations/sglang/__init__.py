@@ -72,7 +72,7 @@ def install() -> None:
     HookRegistry.register(f"{UTILS}.get_kv_class", _class_of, HookType.AROUND)
     if CONTROLS in sys.modules:  # where requests for it come
         release = f"{CONTROLS}.TokenizerControlMixin.release_memory_occupation"
-        HookRegistry.register(release, of_release, HookType.AROUND)
+        HookRegistry.register(release, release_or_raise, HookType.AROUND)
 
 
 def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any) -> Any:
@@ -87,7 +87,9 @@ def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any
     return CLASSES.get(class_type.value)
 
 
-async def of_release(original: Callable[..., Any], manager: Any, obj: Any, *others: Any) -> None:
+async def release_or_raise(
+    original: Callable[..., Any], manager: Any, obj: Any, *others: Any
+) -> None:
     """Have all schedulers release memory, as SGLang does. Raises LocalError: one has not, because it is in use."""
     if manager.server_args.disaggregation_transfer_backend != NAME:
         await original(manager, obj, *others)

@@ -266,7 +266,7 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
 
 def release_memory(original: Callable[[Any, Any], Any], updater: Any, request: Any) -> Any:
     """Release no memory, on no rank, if a transfer on one of them does not end: a hook around SGLang's method of the
-    scheduler, which an exception would end. The request's answer says so (see `of_release`).
+    scheduler, which an exception would end. The request's answer says so (see `release_or_raise`).
     """
     manager = _manager_of(updater.scheduler)
     tags = request.tags or GPU_MEMORY_ALL_TYPES

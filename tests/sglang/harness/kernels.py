@@ -167,8 +167,8 @@ def _draft_plainly():
 
     def steps(factory):
         if factory.topk != 1:
-            raise NotImplementedError(
-                "torch's attention drafts chains only: speculative-eagle-topk 1"
+            raise ValueError(
+                f"torch's attention drafts chains only: speculative-eagle-topk 1, not {factory.topk}"
             )
         return Steps(factory) if factory.speculative_num_steps > 1 else None
 
@@ -201,7 +201,7 @@ def pack_accepted(index, rows, out):
 
 
 def copy_rows(addresses, strides, targets, sources):
-    """Copy rows within each of the tensors at these addresses, whose rows have so many bytes."""
+    """Copy rows within each of the tensors at `addresses`; a row has the bytes that `strides` has for its tensor."""
     for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
         rows = [ctypes.string_at(address + stride * source, stride) for source in sources.tolist()]
         for target, row in zip(targets.tolist(), rows, strict=True):
@@ -250,9 +250,7 @@ def describe_chains(*arguments):
             `[request, draft]` but the first, which has one more dimension; then drafts per step (1), steps, drafts
             and the kind of mask.
     """
-    _, _, lengths, mask, positions, places, following, siblings, topk, _, count, _ = arguments
-    if topk != 1:
-        raise NotImplementedError("torch's attention drafts chains only: speculative-eagle-topk 1")
+    _, _, lengths, mask, positions, places, following, siblings, _, _, count, _ = arguments
     numbers = torch.arange(count)
     mask.view(-1, count, count).copy_(numbers <= numbers.unsqueeze(1))
     positions.view(-1, count).copy_(lengths.unsqueeze(1) + numbers)

@@ -110,7 +110,7 @@ ANYWHERE = 1 << 40
 
 
 def test_of_pools_that_cannot_be_mapped_nothing_stays_open(monkeypatch):
-    """The file and the producer's statm are open by then."""
+    """When this is called, the file and the producer's statm are open."""
 
     def fail(*_):
         raise TransportError("no GPU")
