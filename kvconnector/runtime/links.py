@@ -21,7 +21,7 @@ sends more, faster than its turns come, loses its link.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -146,8 +146,8 @@ class Links:
         self._incoming = count(1)
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
-        self._waiting: deque[Link] = deque()
-        """Links on which something has arrived, each once, in the order of their turns; some may be closed by now."""
+        self._waiting: OrderedDict[Link, None] = OrderedDict()
+        """Links on which something has arrived, in the order of their turns; some may be closed by now."""
         self._ended: list[Disconnected] = []
         """Ends of connections whose last messages over the transport are still looked for."""
         self._num_looks = 0
@@ -414,28 +414,27 @@ class Links:
         connection = self._connections.get(link)
         if connection is None or not messages:
             return
-        if not connection.arrived:
-            self._waiting.append(link)
+        self._waiting[link] = None
         connection.arrived.extendleft(reversed(messages))
         connection.waiting_bytes += sum(map(cost_bytes, messages))
 
     def _turns(self) -> Iterator[tuple[Link, bytes]]:
         """Yield one message of each link that has some, as often as there are any."""
         while self._waiting:
-            link = self._waiting.popleft()
+            link, _ = self._waiting.popitem(last=False)
             connection = self._connections.get(link)
             if connection is None or not connection.arrived:
                 continue
             cost = cost_bytes(connection.arrived[0])
             connection.credit_bytes += TURN_BYTES
             if connection.credit_bytes < cost and self._waiting:
-                self._waiting.append(link)
+                self._waiting[link] = None
                 continue
             connection.credit_bytes = 0
             connection.waiting_bytes -= cost
             arrival = connection.arrived.popleft()
             if connection.arrived:
-                self._waiting.append(link)
+                self._waiting[link] = None
             if not connection.is_lost and (payload := self._message_of(link, arrival)) is not None:
                 yield link, payload
             elif isinstance(arrival, Disconnected):
@@ -454,8 +453,7 @@ class Links:
         connection = self._connections[link]
         if connection.is_lost and not isinstance(arrival, Disconnected):
             return
-        if not connection.arrived:
-            self._waiting.append(link)
+        self._waiting[link] = None
         connection.arrived.append(arrival)
         connection.waiting_bytes += cost_bytes(arrival)
         if connection.waiting_bytes > self._max_waiting_bytes and not connection.is_lost:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.config import ControlConfig
-from kvconnector.control.base import MessageTooLargeError, Received
+from kvconnector.control.base import Disconnected, MessageTooLargeError, Received
 from kvconnector.errors import PeerLostError, RemoteProtocolError
 from kvconnector.runtime import links as links_module
 from kvconnector.runtime.links import (
@@ -389,6 +389,10 @@ def test_an_offer_that_was_taken_back_has_expired_for_an_older_peer(version, ref
     assert found == [refusal, refusal, m.Refusal.ABORTED]
 
 
+PRODUCER = 100
+"""The handle of the connection that `Crowded` opens itself."""
+
+
 class Crowded:
     """The producer of many peers. `arrive` makes `(peer, payload)` what its next look at the control channel finds."""
 
@@ -400,12 +404,16 @@ class Crowded:
             send=lambda handle, payload: self.said.append((handle, decode(payload))),
             disconnect=lambda handle: None,
         )
+        control.connect = lambda address, public_key: PRODUCER
         config = ControlConfig(max_message_bytes=max_message_bytes)
         transport = LoopbackNetwork(seed=0).transport()
         self.links = Links(control, transport, config, report=self.lost.append)
 
     def arrive(self, *messages):
         self._next += [Received(handle, payload) for handle, payload in messages]
+
+    def leave(self, handle):
+        self._next.append(Disconnected(handle, PeerLostError("gone")))
 
     def _poll(self, timeout_s):
         found, self._next = self._next, []
@@ -500,3 +508,18 @@ def test_a_peer_that_sends_faster_than_its_turns_come_loses_its_link_alone(monke
     # neither its messages that waited, nor a new link for those behind them in the same look
     assert {link for link, _ in side.links.poll()} == {quiet}
     assert [*side.links] == [quiet]
+
+
+def test_nothing_waits_on_a_link_that_was_lost_in_a_flood_once_its_end_has_come(monkeypatch):
+    """Otherwise the driver takes another turn at once, for nothing."""
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
+    side, short = Crowded(max_message_bytes=4096), encode(m.HeartbeatReply(number=1))
+    flooder = Link(1)
+    side.links.open(flooder, "p", "", SPOKEN.newest)
+    side.arrive(*[(PRODUCER, short)] * 200, (2, short))
+    side.leave(PRODUCER)
+    assert next(side.links.poll())[1] == short
+    (lost,) = side.lost
+    assert isinstance(lost.error, RemoteProtocolError)
+    assert not side.links.is_connected(flooder)
+    assert not side.links.has_arrived
