@@ -189,15 +189,7 @@ class Driver:
                 self.ports.links.send(link, reply)
             except KVConnectorError as error:
                 self.links.lose(link, error)  # it would keep using what it has mapped
-                continue
-            if self._is_cuda_exported:
-                self.links.note_mapping(link, may_map=True)
         self.links.flush()
-
-    @property
-    def _is_cuda_exported(self) -> bool:
-        export = self.datapath.export
-        return export is not None and export.device == "cuda"
 
     def put(self, orders: Sequence[Order]) -> None:
         """Leave orders for the next turn; for the engine's thread. Their blocks are copied after the work queued on its
@@ -346,7 +338,6 @@ class Driver:
         if isinstance(greeting, m.Hello):
             rank = f"({greeting.pp_rank}, {greeting.tp_rank})"
             self.links.name_consumer(link, f"{greeting.geometry.engine_id} rank {rank}")
-            self.links.note_mapping(link, may_map=self._is_cuda_exported)
 
     def _take_message(self, link: Link, payload: bytes) -> m.Message | None:
         """Queue a peer's message for the sessions, the first one if they are a batch. Returns it, None if it ended the
@@ -368,11 +359,8 @@ class Driver:
         if self.producer is not None and link.number < 0:
             self.producer.keep_alive(link, self.clock())
         if isinstance(message, m.Heartbeat):
-            # it could not map our pools, chose not to, or has unmapped them; or it has mapped them by now
-            if not message.maps_pools:
-                self.links.note_mapping(link, may_map=False)
-            elif self._is_cuda_exported:
-                self.links.note_mapping(link, may_map=True)
+            # False: it could not map our pools, chose not to, or has unmapped them
+            self.links.note_mapping(link, may_map=message.maps_pools)
         if event is not None:
             self._events.append(event)
         elif isinstance(message, m.Bye):

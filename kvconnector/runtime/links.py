@@ -62,8 +62,9 @@ Arrival: TypeAlias = bytes | ControlMessage | ControlFailed | Disconnected
 class Connection:
     """A link's connection on the control channel. Both sides use the wire `version` in which it was opened.
     `max_message_bytes` is the longest message that the peer takes, 0 if it has not said so. `consumer` names the one
-    that greeted on it, which `is_mapper` if it may have mapped this worker's CUDA memory. `unsent` are the messages of
-    the driver's present turn, oldest first. Once it `is_lost` nothing is sent any more.
+    that greeted on it. It has our `cuda_export` if the last answer to it says how to map this worker's CUDA memory, and
+    `is_mapper` if it may have mapped that. `unsent` are the messages of the driver's present turn, oldest first. Once
+    it `is_lost` nothing is sent any more.
 
     Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
     `endpoint`, 0 if there is none, once `sealer` signs them.
@@ -76,6 +77,7 @@ class Connection:
     version: int
     max_message_bytes: int = 0
     consumer: str = ""
+    cuda_export: bool = False
     is_mapper: bool = False
     unsent: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
@@ -174,10 +176,12 @@ class Links:
             connection.consumer = consumer
 
     def note_mapping(self, link: Link, *, may_map: bool) -> None:
-        """Record that the consumer at a link may have mapped this worker's CUDA memory, or has not."""
+        """Record what the peer at a link says: it may have mapped this worker's CUDA memory, or has not. Only a consumer
+        that was told how can have: whoever reaches the control port may say so.
+        """
         connection = self._connections.get(link)
         if connection is not None:
-            connection.is_mapper = may_map
+            connection.is_mapper = may_map and (connection.cuda_export or connection.is_mapper)
 
     @property
     def has_arrived(self) -> bool:
@@ -354,6 +358,10 @@ class Links:
         limit_bytes = min(ours, theirs or ours)
         if len(payload) > limit_bytes:
             raise MessageTooLargeError.of(payload, limit_bytes)
+        if isinstance(message, m.HelloReply):
+            export = message.export
+            connection.cuda_export = export is not None and export.device == "cuda"
+            connection.is_mapper = connection.is_mapper or connection.cuda_export
         is_full = connection.unsent_bytes + len(payload) > MAX_BATCH_BYTES
         if is_full or len(connection.unsent) >= m.MAX_BATCH_MESSAGES:
             self.flush_link(link)

@@ -7,6 +7,8 @@ from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import export_pools
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import TransportError
+from kvconnector.wire import encode
+from kvconnector.wire import messages as m
 from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation, SegmentRun
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
@@ -186,6 +188,34 @@ def test_a_consumer_that_greets_while_its_producer_sleeps_maps_the_memory_later(
     assert sleeper.mappers == []
     sleeper.producer.renew_pools()
     assert sleeper.run(lambda: len(sleeper.path.reads.opened) == 1, max_turns=5)
+
+
+def test_a_stranger_cannot_keep_a_producer_awake(sleeper):
+    """Without keys anybody may say that it maps the memory; only who was told how can have mapped it."""
+    stranger = sleeper.hub.open()
+    handle = stranger.connect(sleeper.p.workers[0].control.address, "")
+    stranger.send(handle, encode(m.Heartbeat(transfers=(), maps_pools=True)))
+    for _ in range(5):
+        sleeper.turn()
+    assert sleeper.mappers == []
+    sleeper.producer.withdraw_pools()
+    assert sleeper.mappers == []
+    stranger.close()
+
+
+def test_a_consumer_counts_once_it_was_told_how_to_map_the_memory(sleeper):
+    """It has greeted while the producer slept, and is answered after that has woken up."""
+    sleeper.producer.withdraw_pools()
+    sends, opened = sleeper.p.workers[0].datapath.sends, []
+    sends.open_endpoint, now = lambda *each: opened.append(each), sends.open_endpoint
+    sleeper.request()
+    assert sleeper.run(lambda: bool(opened), max_turns=50)
+    sleeper.producer.renew_pools()
+    assert sleeper.mappers == []
+    sends.open_endpoint = now
+    sleeper.freeze(sleeper.d)
+    now(*opened.pop())
+    assert sleeper.run(lambda: bool(sleeper.mappers), max_turns=5)
 
 
 def test_memory_that_has_not_changed_is_not_mapped_anew(sleeper):
