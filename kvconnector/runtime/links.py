@@ -176,8 +176,8 @@ class Links:
             connection.consumer = consumer
 
     def note_mapping(self, link: Link, *, may_map: bool) -> None:
-        """Record what the peer at a link says: it may have mapped this worker's CUDA memory, or has not. Only a consumer
-        that was told how can have: whoever reaches the control port may say so.
+        """Record what the peer at a link says: it may have mapped this worker's CUDA memory, or has not. Only one that
+        was told how can have: whoever reaches the control port may say so.
         """
         connection = self._connections.get(link)
         if connection is not None:

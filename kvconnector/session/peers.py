@@ -27,6 +27,9 @@ from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_EARLY_BYTES = 64 << 20
+"""Bytes of one peer's events, as many as of its messages that wait for their turns (`runtime.links`): peers that have
+followed many prompts leave room for those of the others.
+"""
 EVENT_BYTES = 512
 """Bytes that an event counts besides a read's ranges and blocks. So there is room for 131,072 followed prompts."""
 
@@ -68,9 +71,9 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and the seconds for which it may be silent. Once
     accepted, it has the `route` of its reads, and the `readers`: the ranks of its engine that confirm to this worker.
-    `sends` are its unfinished reads, `early` its messages about leases that do not exist yet. `sole_follower` is the
-    tuple of followers of every lease that it alone follows: one tuple, as thousands would slow the garbage collector
-    down.
+    `sends` are its unfinished reads, `early` its messages about leases that do not exist yet, of `early_bytes` in all.
+    `sole_follower` is the tuple of followers of every lease that it alone follows: one tuple, as thousands would slow
+    the garbage collector down.
     """
 
     def __init__(self, link: Link, hello: m.Hello, now: float, timeout_s: float) -> None:
@@ -86,6 +89,7 @@ class Peer(Tracked[PeerState]):
         self.route: Route | None = None
         self.sends: dict[int, Send] = {}
         self.early: dict[int | m.TransferKey, EarlyEvent] = {}
+        self.early_bytes = 0
 
     @property
     def is_lost(self) -> bool:
@@ -99,27 +103,27 @@ class Peer(Tracked[PeerState]):
 
 
 class EarlyEvents:
-    """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES`. `Peer.early`
-    has them by name. The `agenda` has the deadline of each, and this object itself while events of lost peers are left.
+    """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES` of each peer.
+    `Peer.early` has them by name. The `agenda` has the deadline of each, and this object itself while events of lost
+    peers are left.
     """
 
     def __init__(self, agenda: Agenda[Any]) -> None:
         self._by_transfer: dict[str, dict[EarlyEvent, Peer]] = {}
         self._lost: deque[Peer] = deque()
         self._agenda = agenda
-        self._nbytes = 0
 
     def __repr__(self) -> str:
-        return f"<early events of {len(self._by_transfer)} transfers, {self._nbytes} bytes>"
+        return f"<early events of {len(self._by_transfer)} transfers>"
 
     def keep(self, peer: Peer, event: EarlyEvent, until: float) -> bool:
-        """Keep an event. Returns False if there is no room."""
+        """Keep an event. Returns False if there is no room for more of this peer's."""
         name, nbytes = name_of(event), _nbytes(event)
         if name in peer.early:
             return True
-        if self._nbytes + nbytes > MAX_EARLY_BYTES:
+        if peer.early_bytes + nbytes > MAX_EARLY_BYTES:
             return False
-        self._nbytes += nbytes
+        peer.early_bytes += nbytes
         peer.early[name] = event
         self._by_transfer.setdefault(event.message.transfer_id, {})[event] = peer
         self._agenda.plan(event, until)
@@ -137,7 +141,7 @@ class EarlyEvents:
         if not same:
             del self._by_transfer[event.message.transfer_id]
         del peer.early[name_of(event)]
-        self._nbytes -= _nbytes(event)
+        peer.early_bytes -= _nbytes(event)
         self._agenda.forget(event)
         return peer
 

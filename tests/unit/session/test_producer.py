@@ -103,7 +103,7 @@ def test_early_messages_that_are_over_leave_nothing_behind(side, monkeypatch):
         assert side.receive(-1, harness.read(number, key=key)) == []
         (ended,) = harness.messages(side.handle(harness.cancel(-1, number)), m.ReadEnded)
         assert (ended.read_id, ended.sent_chunks) == (number, 0)
-    assert repr(side.session._early) == "<early events of 0 transfers, 0 bytes>"
+    assert repr(side.session._early) == "<early events of 0 transfers>"
 
 
 def test_an_early_read_counts_with_its_blocks(side, monkeypatch):
@@ -114,6 +114,22 @@ def test_an_early_read_counts_with_its_blocks(side, monkeypatch):
     assert side.receive(-1, harness.read(2)) == []
 
 
+def test_a_peer_with_many_early_messages_leaves_room_for_those_of_others(side, monkeypatch):
+    monkeypatch.setattr(peers, "MAX_EARLY_BYTES", 4 * peers.EVENT_BYTES)
+    harness.welcome(side)
+    harness.welcome(side, -2)
+    follows = [
+        harness.follow(-1, m.TransferKey(transfer_id=f"t{n}", secret=harness.SECRET))
+        for n in range(9)
+    ]
+    refused = [bool(harness.messages(side.handle(each), m.Progress)) for each in follows]
+    assert refused == [False] * 4 + [True] * 5
+    assert harness.messages(side.handle(harness.follow(-2)), m.Progress) == []
+    assert side.receive(-2, harness.read()) == []
+    (started,) = harness.of(side.handle(harness.hold()), "start_send")
+    assert started.send.link is side.links[-2]
+
+
 def test_early_messages_of_a_lost_peer_are_forgotten_at_once(side):
     harness.welcome(side)
     for number in range(3 * MAX_AT_ONCE):
@@ -121,7 +137,7 @@ def test_early_messages_of_a_lost_peer_are_forgotten_at_once(side):
         side.receive(-1, harness.read(number, key=key))
     side.handle(ev.LinkLost(-1, PeerLostError("gone")))
     side.settle()
-    assert repr(side.session._early) == "<early events of 0 transfers, 0 bytes>"
+    assert repr(side.session._early) == "<early events of 0 transfers>"
 
 
 def test_a_reused_name_may_be_read_early(side):
