@@ -322,8 +322,9 @@ def _has(sources: Sources, path: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Implemented:
-    """A base class of the engine that a class of ours implements: it must have all abstract methods, and take what the
-    engine's declarations of its methods take.
+    """A base class of the engine that a class of ours implements: it must have all abstract methods, and its methods
+    must take what the engine's declarations take, under the same names and in the same order, and need nothing more. An
+    engine may pass any of them by its place or by its name.
     """
 
     place: str
@@ -347,11 +348,36 @@ class Implemented:
                 if any("abstract" in ast.unparse(each) for each in method.decorator_list):
                     yield f"{self.place}.{method.name} is new, and has to be implemented"
                 continue
-            mine, has_any = parameters(own[method.name]), own[method.name].args.kwarg is not None
-            count = len(mine) + (99 if own[method.name].args.vararg is not None else 0)
-            theirs = parameters(method)
-            if method.name != "__init__" and not has_any and len(theirs) > count:
-                yield f"{self.place}.{method.name} takes {', '.join(theirs[count:])}, too"
+            if method.name != "__init__":
+                where = f"{self.place}.{method.name}"
+                yield from (f"{where} {text}" for text in _refused(method, own[method.name]))
+
+
+def _refused(theirs: ast.FunctionDef, ours: ast.FunctionDef) -> Iterable[str]:
+    """Return in words what calls of an engine's declaration our method would not take."""
+    passed, mine = parameters(theirs), parameters(ours)
+    takes_any = ours.args.vararg is not None or ours.args.kwarg is not None
+    if not takes_any and (more := [name for name in passed if name not in mine]):
+        yield f"takes {', '.join(more)}, too"
+    if lacking := [name for name in _needed(ours) if name not in passed]:
+        yield f"takes no {', '.join(lacking)}"
+    common = [name for name in mine if name in passed]
+    if common != (order := [name for name in passed if name in mine]):
+        yield f"takes {', '.join(order)} in this order"
+
+
+def _needed(found: ast.FunctionDef) -> tuple[str, ...]:
+    """Return a method's parameters without a default, without `self` and `cls`."""
+    arguments = found.args
+    placed = len(arguments.posonlyargs) + len(arguments.args)
+    defaults = [None] * (placed - len(arguments.defaults)) + arguments.defaults
+    taken = zip(
+        (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs),
+        (*defaults, *arguments.kw_defaults),
+        strict=True,
+    )
+    names = [each.arg for each, default in taken if default is None]
+    return tuple(name for name in names if name not in {"self", "cls"})
 
 
 _ASKING = {"getattr", "hasattr"}

@@ -50,6 +50,9 @@ class Base:
     def maybe(self):
         return False
 
+    def ask(self, room, hint=None):
+        return room
+
 
 class Queue:
     def step(self, request):
@@ -74,6 +77,9 @@ class Sender:
 
     def send(self, pages):
         pass
+
+    def ask(self, room, hint=None, *, ours=0, **more):
+        return room
 """
 
 
@@ -128,6 +134,9 @@ def test_an_engine_that_has_everything_differs_in_nothing(engine, table):
         ("class Poll", "class Polls", "engine.core has no Poll"),
         ("    def maybe", "    @abstractmethod\n    def maybe", "maybe is new"),
         ("send(self, pages)", "send(self, pages, states)", "send takes states, too"),
+        ("send(self, pages)", "send(self)", "send takes no pages"),
+        ("send(self, pages)", "send(self, page_ids)", "send takes no pages"),
+        ("ask(self, room, hint", "ask(self, hint, room", "ask takes hint, room in this order"),
     ],
 )
 def test_each_difference_is_named(engine, table, old, new, text):
