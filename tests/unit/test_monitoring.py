@@ -16,6 +16,7 @@ from kvconnector.session.completion import RequestTrace
 from tests.unit.cli.test_top import Gauges
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
+PAGE = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
 STATS = (Path(__file__).parents[2] / "kvconnector/integrations/vllm/stats.py").read_text()
 
 
@@ -27,6 +28,18 @@ def exported():
         WorkerStats(traces=[load], contained={"KeyError": 1})
     )
     return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
+
+
+def test_every_metric_is_on_its_page():
+    registry = CollectorRegistry()
+    EngineMetrics("d0", Gauges(), registry=registry)
+    ours = {each.name + "_total" * (each.type == "counter") for each in registry.collect()}
+    kinds = re.findall(r'self\._(counter|histogram)\(\s*"(\w+)"', STATS)
+    of_vllm = {f"vllm:kvconnector_{name}" + "_total" * (kind == "counter") for kind, name in kinds}
+    assert len(of_vllm) == len(re.findall(r"self\._(?:counter|histogram)\(", STATS))
+    assert ours | of_vllm == set(
+        re.findall(r"^\| `((?:vllm:)?kvconnector_\w+)`", PAGE, re.MULTILINE)
+    )
 
 
 def test_contained_exceptions_are_counted_by_type():
@@ -52,8 +65,7 @@ def test_the_dashboard_and_the_alerts_query_exported_metrics(exported):
 
 
 def test_they_query_every_metric_that_vllm_exports_under_the_names_of_its_page():
-    page = (FOLDER.parents[1] / "docs" / "monitoring.md").read_text()
-    documented = set(re.findall(r"^\| `(vllm:kvconnector_\w+)`", page, re.MULTILINE))
+    documented = set(re.findall(r"^\| `(vllm:kvconnector_\w+)`", PAGE, re.MULTILINE))
     asked = {name for query in queries() for name in re.findall(r"vllm:kvconnector_\w+", query)}
     asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     assert asked == documented - {"vllm:kvconnector_xfer_gigabytes_per_second"}
