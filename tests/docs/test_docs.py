@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvconnector as kvc
+from kvconnector.config import SECTIONS
 from tests.docs.blocks import ROOT, blocks, recorded, run, spans
 from tests.docs.commands import check, check_cli, check_json, check_settings
 from tests.hosts.network import missing
@@ -97,6 +98,49 @@ def test_every_file_that_the_architecture_names_exists():
             missing += [] if found else [named]
             beside = found[0] if found and found[0].is_dir() else (found or [ROOT / "x"])[0].parent
     assert not missing
+
+
+def _shown_by():
+    """Yield the register's mechanisms, each with what shows it: commands, tests and settings."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    register = text.partition("## The register")[2].partition("\n## ")[0]
+    for line in register.splitlines():
+        if line.startswith("| ") and not line.startswith("| mechanism "):
+            mechanism, files, reason, shown_by = line.strip("| ").split(" | ")
+            assert files.strip(), mechanism
+            assert reason.strip(), mechanism
+            yield pytest.param(re.findall(r"`([^`]+)`", shown_by), id=mechanism.replace("`", ""))
+
+
+@pytest.mark.parametrize("shown_by", [*_shown_by()])
+def test_what_shows_a_mechanism_of_the_register_exists(shown_by):
+    """Words in capitals stand for a value. A file without a folder is beside the one before it."""
+    assert shown_by
+    beside = ROOT
+    for text in shown_by:
+        words = shlex.split(re.sub(r"\b[A-Z,]+$", "1,1,1", text))
+        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]
+        ours = dict(word.split("=") for word in settings if word.startswith("KVCONNECTOR_"))
+        check_settings(ours)
+        command = words[len(settings) :]
+        if not command:
+            continue
+        if command[0].startswith("tests/") or command[0].endswith(".py"):
+            places = [ROOT / command[0], beside / command[0]]
+            (place, *_) = [each for each in places if each.exists()]
+            beside = place.parent
+        elif command[0] == "bench":
+            check(["scripts/bench", *command[1:]])
+        elif command[0] == "kvconnector" or command[0].startswith("scripts/"):
+            check(command)
+            if command[0] == "scripts/test_vllm":
+                cases = (ROOT / "tests/vllm/harness/cases.py").read_text()
+                assert not [name for name in command[1:] if f'"{name}"' not in cases]
+        elif command[0] == "python":
+            assert (ROOT / f"{command[2].replace('.', '/')}.py").exists()
+        else:
+            section, name = command[0].partition("=")[0].split(".")
+            assert name in SECTIONS[section].__struct_fields__
 
 
 def test_names_beside_files_in_the_architecture_are_in_these_files():

@@ -6,7 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
-from kvconnector.topology import Segment
+from kvconnector.topology import (
+    EngineGeometry,
+    GroupGeometry,
+    PartGeometry,
+    RankGeometry,
+    Segment,
+)
 from kvconnector.topology.segments import MAX_SEGMENTS
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, refusal_error, version_of
 from kvconnector.wire import messages as m
@@ -36,6 +42,20 @@ def travelling(message, **changes):
         holder, index = places[name]
         holder[index] = value
     return payload[: ENVELOPE.size] + msgspec.msgpack.encode(fields)
+
+
+def test_a_rank_whose_holding_is_another_ones_takes_a_byte():
+    latent = PartGeometry(
+        name="latent", total_heads=1, head_start=0, head_stop=1, head_dim=576, item_size_bytes=2
+    )
+    holding = (GroupGeometry(block_size=64, layers=tuple(range(61)), parts=(latent,)),)
+    one = {"engine_id": "e", "pp_size": 1, "model": DIRECTORY.geometry.model}
+    sizes = []
+    for count in (100, 1100):
+        ranks = tuple(RankGeometry(pp_rank=0, tp_rank=n, groups=holding) for n in range(count))
+        engine = EngineGeometry(**one, tp_size=count, ranks=ranks)
+        sizes.append(len(encode(replace(DIRECTORY, geometry=PackedGeometry.of(engine)))))
+    assert 1000 <= sizes[1] - sizes[0] <= 1010  # and a few bytes for the counts
 
 
 @pytest.mark.parametrize("other", [SPOKEN.newest + 1, SPOKEN.oldest - 1])
