@@ -66,6 +66,7 @@ def cache_groups(
 
 
 PART_NAMES = {1: ("kv",), 2: ("k", "v")}
+"""The names of a layer's parts, by their number, unless the engine names them."""
 
 
 def cache_group(
@@ -77,12 +78,14 @@ def cache_group(
     row_tokens: int = 1,
     scales: Mapping[int, Sequence[Sequence[float]]] | None = None,
     rounding: str = "nearest",
+    part_names: Sequence[str] = (),
 ) -> CacheGroup:
     """Make a cache group of this rank from its tensors.
 
     Args:
-        caches: The tensors of each layer by its number, which is the same in all engines: K and V, or one tensor with
-            both or with a latent. Each is seen as `[num_blocks, num_heads, block_size, head_dim]`, with any strides.
+        caches: The tensors of each layer by its number, which is the same in all engines: K and V, one tensor with both
+            or with a latent, or as many as `part_names` names. Each is seen as
+            `[num_blocks, num_heads, block_size, head_dim]`, with any strides.
         total_heads: KV heads of the model; 0 if this rank holds all.
         head_start: The first of the heads that this rank holds.
         context_parallel: Which tokens this rank holds.
@@ -92,13 +95,15 @@ def cache_group(
             this rank. Without them numbers are not converted for engines that have another type.
         rounding: The rule by which the engine stores fp8, one of `topology.ROUNDINGS`; docs/conversion.md describes
             them.
+        part_names: What each tensor of a layer holds. All engines must use the same names: vLLM and SGLang call an MLA
+            cache "latent". By default "k" and "v", or "kv" for one tensor.
 
     Returns:
         The group, for `Worker.register`.
 
     Raises:
-        GeometryError: no layer, tensors that are not alike or not of four axes, heads beyond `total_heads`, an unknown
-            rule, or a layer, a part or a head without a scale.
+        GeometryError: no layer, tensors that are not alike or not of four axes, another number of them than of names,
+            heads beyond `total_heads`, an unknown rule, or a layer, a part or a head without a scale.
     """
     require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
     if rounding not in ROUNDINGS:
@@ -110,11 +115,19 @@ def cache_group(
         tuple((*tensor.shape[1:], tensor.dtype, str(tensor.device)) for tensor in tensors)
         for tensors in caches.values()
     }
-    if len(shown) != 1 or len(caches[layers[0]]) not in PART_NAMES:
+    if len(shown) != 1:
         raise GeometryError(
-            "a cache group has one or two tensors a layer, alike in all layers", found=shown
+            "a cache group has at least one layer, and tensors that are alike in all layers",
+            found=shown,
         )
     tensors = caches[layers[0]]
+    names = tuple(part_names) or PART_NAMES.get(len(tensors), ())
+    if not tensors or len(names) != len(tensors):
+        raise GeometryError(
+            "each tensor of a layer is a part, which part_names names if there are more than two",
+            tensors=len(tensors),
+            part_names=tuple(part_names),
+        )
     if scales is not None and set(scales) != set(layers):
         raise GeometryError("scales are given for each layer", layers=layers, scaled=sorted(scales))
     views = {layer: tuple(view_of(tensor) for tensor in caches[layer]) for layer in layers}
@@ -129,9 +142,7 @@ def cache_group(
             element=_element(tensor),
             rounding=rounding,
         )
-        for name, tensor, view in zip(
-            PART_NAMES[len(tensors)], tensors, views[layers[0]], strict=True
-        )
+        for name, tensor, view in zip(names, tensors, views[layers[0]], strict=True)
     )
     geometry = GroupGeometry(
         block_size=views[layers[0]][0].block_size,
