@@ -85,7 +85,9 @@ class RemoteEngines:
     `on_change` is called when an engine becomes ready or is lost.
 
     At most `PeerConfig.max_unknown_engines` that were never ready are greeted at a time: requests may name any address,
-    and one where nobody answers takes its descriptors until its time is over. Others are queued, with as much time.
+    and one where nobody answers takes its descriptors until its time is over. Others are queued, with as much time:
+    first those that some load wants, then those that only have to hear that a transfer is over here, so that they give
+    its blocks back before its lease ends.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class RemoteEngines:
         self._strangers: dict[RemoteEngine, None] = {}
         """Engines that are being greeted and were never ready."""
         self._queued: OrderedDict[RemoteEngine, None] = OrderedDict()
+        self._to_notify: OrderedDict[RemoteEngine, None] = OrderedDict()
+        """Queued engines that no load wants, and that are told of an ending."""
         self.agenda = agenda
 
     def engine_of(self, name: EngineAddress) -> RemoteEngine:
@@ -138,6 +142,9 @@ class RemoteEngines:
         engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
             self._begin(engine, now)
+        elif engine in self._to_notify:
+            del self._to_notify[engine]
+            self._queued[engine] = None
         elif engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine)
             if now > asked_at + self._settings.timeout_s:
@@ -208,6 +215,9 @@ class RemoteEngines:
             self._send_to_all(engine, ending)
         elif engine.state in (EngineState.QUEUED, EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
+            if engine in self._queued and not engine.loads.heartbeat_queue:
+                del self._queued[engine]
+                self._to_notify[engine] = None
 
     def _send_to_all(self, engine: RemoteEngine, message: m.Message) -> None:
         for worker in engine.workers.values():
@@ -225,11 +235,12 @@ class RemoteEngines:
     def _leave_queue(self, engine: RemoteEngine) -> None:
         """Take an engine out of the queue, or give its place among the greeted strangers to the next one."""
         self._queued.pop(engine, None)
+        self._to_notify.pop(engine, None)
         if engine not in self._strangers:
             return
         del self._strangers[engine]
-        if self._queued:
-            following, _ = self._queued.popitem(last=False)
+        if queue := self._queued or self._to_notify:
+            following, _ = queue.popitem(last=False)
             self._strangers[following] = None
             following.until = AT_ONCE
             self.agenda.plan(following, following.deadline)
@@ -368,7 +379,9 @@ class RemoteEngines:
                 self._begin(engine, now)
             else:
                 self._forget(engine)
-        elif engine.state is EngineState.QUEUED and not engine.loads.heartbeat_queue:
+        elif engine.state is EngineState.QUEUED and not (
+            engine.loads.heartbeat_queue or engine.unsent_endings
+        ):
             self._forget(engine)
         elif engine in self._strangers and engine.state is EngineState.QUEUED:
             self._resolve(engine, now)

@@ -390,12 +390,42 @@ def test_engines_that_were_met_do_not_wait_for_unknown_ones():
     assert [each.address for each in again] == [harness.ADDRESS.address]
 
 
-def test_a_queued_engine_that_no_request_wants_any_more_is_not_greeted():
+def answers(side, opened):
+    """Let the engine whose directory was connected to be ready. Returns the calls."""
+    (worker,) = harness.of(side.receive(opened.link, harness.directory()), "open_link")
+    return side.handle(*harness.accepted(worker.link))
+
+
+def test_a_queued_engine_that_no_request_wants_any_more_is_told_so_after_all_others_are_greeted():
+    """It holds blocks for the request until it hears that, or its lease ends."""
     side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
-    first = harness.of(side.handle(wanted_of(0)), "open_link")
-    for number in (1, 2):
+    (opened,) = harness.of(side.handle(wanted_of(0)), "open_link")
+    for number in (1, 2, 3):
         side.handle(wanted_of(number))
-    side.handle(DropRequest("w1"))
-    side.handle(ev.LinkLost(first[0].link, PeerLostError("gone")))
-    (opened,) = harness.of(side.settle(), "open_link")
-    assert opened.address == strange(2).address
+    side.handle(DropRequest("w1"), DropRequest("w2"))
+    key = m.TransferKey(transfer_id="t4", secret=harness.SECRET)
+    side.handle(harness.want("w4", address=strange(2), key=key))  # wanted again
+    order = []
+    while opened is not None:
+        aborted = [each.transfer_id for each in harness.messages(answers(side, opened), m.Abort)]
+        order.append((opened.address, aborted))
+        opened = next(iter(harness.of(side.settle(), "open_link")), None)
+    addresses = [strange(number).address for number in range(4)]
+    assert order == [
+        (addresses[0], []),
+        (addresses[3], []),
+        (addresses[2], ["t2"]),
+        (addresses[1], ["t1"]),
+    ]
+
+
+def test_a_queued_engine_that_is_to_be_told_of_an_ending_has_as_much_time_as_others():
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    (opened,) = harness.of(side.handle(wanted_of(0)), "open_link")
+    side.handle(wanted_of(1), wanted_of(2), DropRequest("w1"))
+    side.now = FIRST_GREETING_FACTOR * harness.HELLO_S - 1.0
+    side.handle(ev.LinkLost(opened.link, PeerLostError("gone")))
+    assert [each.address for each in harness.of(side.settle(), "open_link")] == [strange(2).address]
+    for _ in range(5):
+        side.tick(1.0)
+    assert strange(1) not in side.session._engines._engines
