@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
 
-from msgspec import structs
-
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import (
     Disconnected,
@@ -107,8 +105,6 @@ MAX_LOOKS_BEFORE_LOSS = 16
 is no end of messages. Everyone who reaches its port may send some, and all that the control channel has waits."""
 _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
 """Messages that may refuse something, which is logged."""
-RECLAIMED_SINCE = 4
-"""The wire version in which a refusal can say that an offer was taken back."""
 
 
 def cost_bytes(arrival: Arrival) -> int:
@@ -351,8 +347,6 @@ class Links:
             return  # the sessions know, or will
         if type(message) in _REFUSALS:
             self._log_refusal(link, message)
-        if connection.version < RECLAIMED_SINCE:
-            message = _of_older(message)
         payload = encode(message, connection.version)
         ours, theirs = self._max_message_bytes, connection.max_message_bytes
         limit_bytes = min(ours, theirs or ours)
@@ -543,13 +537,3 @@ class Links:
         except PeerLostError as error:
             self.lose(link, error)
         return None
-
-
-def _of_older(message: m.Message) -> m.Message:
-    """Return the message as peers of wire version 3 know it."""
-    if (
-        isinstance(message, m.Progress | m.ReadRefused | m.ReadEnded)
-        and message.refusal is m.Refusal.RECLAIMED
-    ):
-        return structs.replace(message, refusal=m.Refusal.LEASE_EXPIRED)
-    return message

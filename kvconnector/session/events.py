@@ -85,7 +85,7 @@ class ReceivePosted(OfReceive, frozen=True):
 
 
 class ReceiveAdvanced(OfReceive, frozen=True):
-    """Another chunk of a read arrived."""
+    """Another chunk of a read arrived, or a direct read went on by another piece."""
 
 
 DIRECT_PATH = "direct"

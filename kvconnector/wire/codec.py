@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import structs
 
 from kvconnector import errors as e
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
@@ -38,6 +39,8 @@ KINDS: dict[int, type[m.Message]] = {
     17: m.Probe,
     18: m.Batch,
 }
+RECLAIMED_SINCE = 4
+"""The wire version in which a refusal can say that an offer was taken back."""
 FIXED = frozenset({1, 3, 14})
 """A request to a directory, its refusal, and a goodbye are read in any version: their fields are only ever appended."""
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
@@ -65,7 +68,22 @@ def encode(message: m.Message, version: int | None = None) -> bytes:
     """Return a message with its envelope, in the newest version or the one that its link uses."""
     kind = _KIND_OF[type(message)]
     version = versions.SPOKEN.newest if version is None else version
+    if version < versions.SPOKEN.newest:
+        message = _of_version(message, version)
     return _ENVELOPE.pack(MAGIC, version, kind) + _ENCODER.encode(message)
+
+
+def _of_version(message: m.Message, version: int) -> m.Message:
+    """Return a message without what releases of an older version would misread. If these know nothing that says the
+    same, this is the place for an `IncompatiblePeerError`: it fails only the request whose message it is.
+    """
+    if (
+        version < RECLAIMED_SINCE
+        and isinstance(message, m.Progress | m.ReadRefused | m.ReadEnded)
+        and message.refusal is Refusal.RECLAIMED
+    ):
+        return structs.replace(message, refusal=Refusal.LEASE_EXPIRED)
+    return message
 
 
 def encode_batch(payloads: Sequence[bytes], version: int | None = None) -> bytes:
