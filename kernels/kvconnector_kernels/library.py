@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "libkvconnector_kernels.so"
-VERSION = 4
-"""`KVC_VERSION` of the library that this Python belongs to."""
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "kvc_version": (c_int64,),
     "kvc_board_look_up": (c_int64, c_void_p, c_int64, ctypes.c_char_p),
     "kvc_board_claim": (None, c_void_p, ctypes.c_char_p, c_int64),
     "kvc_board_clear": (None, c_void_p),
@@ -72,15 +69,10 @@ def _load(path: Path) -> tuple[Any, Any]:
                 function.restype, function.argtypes = restype, argtypes
     except (OSError, AttributeError) as error:
         raise LibraryError(
-            f"the compiled library cannot be used: {error}", path=str(path)
-        ) from error
-    version = int(keeping.kvc_version())
-    if version != VERSION:
-        raise LibraryError(
-            f"the compiled library {path} has version {version}, this Python belongs to {VERSION}: install kvconnector "
-            "anew, or build the library (python kernels/native/build.py)",
+            f"the compiled library cannot be used: {error}: install kvconnector anew, or build the library (python "
+            "kernels/native/build.py)",
             path=str(path),
-        )
+        ) from error
     return releasing, keeping
 
 

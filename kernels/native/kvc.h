@@ -2,7 +2,8 @@
  *
  * Python has no API here: it loads the library with ctypes and sees these structs through one mirror,
  * kvconnector_kernels/pump/records.py. The mirror is compared with `kvc_layout` when it is imported, so a struct that was changed
- * on one side only is refused at once.
+ * on one side only is refused at once. Tests compare constants and the functions' arguments with this header, and the
+ * library's `kvc_sources` with the sources: it has no version that somebody could forget to raise.
  *
  * Every field of a record that Python keeps in an array takes 8 bytes, so that Python can write a row as numbers. The
  * writer of a field is in brackets: C is the caller between two runs, P the loop. Without brackets both write it.
@@ -20,9 +21,6 @@
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-
-/* Changes with every change of a struct, a constant or a function that Python uses. */
-#define KVC_VERSION 4
 
 #define KVC_API __attribute__((visibility("default")))
 
@@ -439,7 +437,6 @@ static inline bool kvc_has_pending(const struct kvc_state *state)
 /* ---- functions that Python calls ---- */
 
 KVC_API extern const struct kvc_layout_entry kvc_layout[];
-KVC_API int64_t kvc_version(void);
 
 KVC_API int64_t kvc_board_look_up(const struct kvc_board_entry *board, int64_t num_buckets, const void *key);
 KVC_API void kvc_board_claim(struct kvc_board_entry *entry, const void *key, int64_t expected);

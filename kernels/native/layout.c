@@ -260,8 +260,3 @@ const struct kvc_layout_entry kvc_layout[] = {
 /* By this build.py knows if a library is what the sources make. */
 KVC_API extern const char kvc_sources[];
 const char kvc_sources[] = KVC_SOURCES;
-
-int64_t kvc_version(void)
-{
-    return KVC_VERSION;
-}
