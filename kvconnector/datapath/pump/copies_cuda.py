@@ -76,7 +76,7 @@ class CudaCopies(Copies):
     `slot_address` is aligned as all slots are.
 
     Raises:
-        TransportError: the driver lacks a function, or no CUDA context is current.
+        TransportError: the driver lacks a function, no CUDA context is current, or there is no memory for block ids.
     """
 
     job = CudaJob
@@ -106,7 +106,9 @@ class CudaCopies(Copies):
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
-        self._ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
+        self._ids = IdBuffers(
+            partial(_allocate_ids, self.streams.copies, pools.device), len(self.streams.copies)
+        )
         self._driver = Cuda(
             launch_kernel=address_of_function("cuLaunchKernel", self._cuda),
             write_value=address_of_function("cuStreamWriteValue32_v2", self._cuda),
@@ -170,7 +172,6 @@ class CudaCopies(Copies):
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises
         TransportError: there is no memory for block ids.
         """
-        # so that the first read finds a buffer
         buffer, *_ = self._ids.lend([], FREE_STREAM)
         buffer.give_back()
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self.pools.device)

@@ -32,14 +32,22 @@ class IdBuffer:
 
 class IdBuffers:
     """All buffers of one worker. They are as many and as long as the reads at any one time have needed, and are kept:
-    allocating pinned memory takes longer than a small read.
+    allocating pinned memory takes longer than a small read. So each of the streams has one of `MIN_IDS` from the start.
 
-    `allocate(num_ids, stream, free)` makes one, of memory that no kernel of anyone else's may still write.
+    Args:
+        allocate: Called with a number of ids, a stream and the free buffers like it, it makes one, of memory that no
+            kernel of anyone else's may still write.
+        num_streams: How many streams there are.
     """
 
-    def __init__(self, allocate: Callable[[int, int, list[IdBuffer]], IdBuffer]) -> None:
+    def __init__(
+        self, allocate: Callable[[int, int, list[IdBuffer]], IdBuffer], num_streams: int
+    ) -> None:
         self._allocate = allocate
         self._free: dict[tuple[int, int], list[IdBuffer]] = {}
+        for stream in range(num_streams):
+            buffer, *_ = self.lend([], stream)
+            buffer.give_back()
 
     def lend(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int], int]:
         """Lend a buffer that nothing else uses until it is given back, with the ids of `blocks` on the host.

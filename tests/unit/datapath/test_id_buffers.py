@@ -24,7 +24,7 @@ def ids_at(address, group):
 
 @given(data=st.data())
 def test_reads_under_way_have_their_own_ids(data):
-    buffers = IdBuffers(allocate)
+    buffers = IdBuffers(allocate, 2)
     lent = []
     for seed in range(data.draw(st.integers(1, 12))):
         if lent and data.draw(st.booleans()):
@@ -41,8 +41,23 @@ def test_reads_under_way_have_their_own_ids(data):
             assert found == [group.block_ids.tolist() for group in mine]
 
 
+def test_the_first_read_of_each_stream_finds_memory():
+    """Otherwise it would wait for pinned memory."""
+    allocated = []
+
+    def counted(*arguments):
+        allocated.append(arguments)
+        return allocate(*arguments)
+
+    buffers, most = IdBuffers(counted, 4), [GroupBlocks.of([0] * MIN_IDS)]
+    before = len(allocated)
+    lent = [buffers.lend(most, stream)[0] for stream in range(4)]
+    assert len({id(each) for each in lent}) == 4
+    assert len(allocated) == before == 4
+
+
 def test_memory_is_used_again():
-    buffers = IdBuffers(allocate)
+    buffers = IdBuffers(allocate, 2)
     few, many = [GroupBlocks.of([0] * 5)], [GroupBlocks.of([0] * 2 * MIN_IDS)]
     first, *_ = buffers.lend(few, 0)
     first.give_back()
