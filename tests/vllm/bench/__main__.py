@@ -17,16 +17,20 @@ from tests.vllm.bench.report import Report, cases_of, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
 from tests.vllm.harness.device import Device
+from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import NIXL, OURS, environment, in_own_process, say
 from tests.vllm.harness.runner import model_paths, preload, specs_of
 
 TIER, PACKED = "tier", "packed"
+SLEEPERS = ("sleep", "sleep-packed")
+"""Pairs in vLLM's sleep mode, which gives their caches memory without IPC handles: read directly or not."""
+CONNECTORS = (OURS, NIXL, PACKED, *SLEEPERS, "computed", TIER)
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
 """Shares of each prompt that the decode engine's tier has."""
 STREAMED = {OURS: "streamed", "computed": "computed-streamed"}
 """Pairs whose engines are also asked both at once, mapped to that contender's name."""
-V4_PRO = "deepseek-v4-pro"
+V4_PRO, LLAMA_CACHES = "deepseek-v4-pro", "llama-8b-caches"
 PLANS = {
     "cpu": Plan(
         lengths=[128, 512], step_tokens=256, burst_requests=4, burst_tokens=256, churn_tokens=0
@@ -52,6 +56,21 @@ PLANS = {
 }
 ENGINES = {
     "llama-8b": {"block_size": 16, "cache_bytes": 1 << 33, "arguments": {}},
+    LLAMA_CACHES: {
+        "block_size": 16,
+        # a burst of 8 x 4096 tokens; six engines fit into 80 GB
+        "cache_bytes": 5 << 30,
+        "arguments": {
+            "hf_overrides": {
+                "hidden_size": 2048,
+                "intermediate_size": 2048,
+                "vocab_size": VOCAB_SIZE,
+                "head_dim": 128,  # else of the hidden size
+            },
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.1,
+        },
+    },
     V4_PRO: {
         "block_size": 256,
         # a prompt of 65,536 tokens; the engines of three connectors fit into 80 GB
@@ -63,8 +82,12 @@ ENGINES = {
         },
     },
 }
-MODELS = {"llama-8b": {"kind": "llama-8b"}, V4_PRO: {"kind": "deepseek-v4", "layers": 61}}
-"""On GPUs: Llama-3.1 8B, and a model with all of DeepSeek-V4-Pro's caches, whose other sizes are small."""
+MODELS = {
+    "llama-8b": {"kind": "llama-8b"},
+    LLAMA_CACHES: {"kind": "llama-8b"},
+    V4_PRO: {"kind": "deepseek-v4", "layers": 61},
+}
+"""On GPUs: Llama-3.1 8B, and models with all of its caches or DeepSeek-V4-Pro's, whose other sizes are small."""
 
 
 def main():
@@ -102,7 +125,13 @@ def main():
         for name, pair in pairs.items():
             shares = TIER_SHARES if name == TIER else {name: None}
             contenders |= {
-                each: Contender(pair, plan.answer_tokens, in_tier=share, is_told=plan.is_told)
+                each: Contender(
+                    pair,
+                    plan.answer_tokens,
+                    in_tier=share,
+                    is_told=plan.is_told,
+                    can_sleep=name in SLEEPERS,
+                )
                 for each, share in shares.items()
             }
             if name in STREAMED and arguments.model != V4_PRO:
@@ -120,16 +149,18 @@ def main():
     return 0 if is_whole and not turns.errors else 1
 
 
-def parse():
+def parse(given=None):
+    """Return the options. Raises SystemExit: they are wrong."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--connectors",
         default=f"{OURS},{NIXL}" if has_nixl else OURS,
-        help=f"of {OURS}, {NIXL}, packed ({OURS} without direct reads), computed ({OURS} with first_token=never),"
-        f" {TIER} ({OURS} beside vLLM's"
-        " OffloadingConnector, which has none, most or all of each prompt)",
+        help=f"of {OURS}, {NIXL}, {PACKED} ({OURS} without direct reads), sleep and sleep-packed (the same two between"
+        " engines with enable_sleep_mode, on GPUs, which in the end sleep and wake up), computed"
+        f" ({OURS} with first_token=never), {TIER} ({OURS} beside vLLM's OffloadingConnector, which has none, most or"
+        " all of each prompt)",
     )
     parser.add_argument("--model", choices=list(MODELS), default="llama-8b", help="on GPUs")
     parser.add_argument("--lengths", help="tokens of prompts, with commas between them")
@@ -143,7 +174,13 @@ def parse():
         required="KVC_BENCH_FOLDER" not in os.environ,
         help="for bench.json, bench.txt, bench.svg and logs",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args(given)
+    named = arguments.connectors.split(",")
+    if unknown := [name for name in named if name not in CONNECTORS]:
+        parser.error(f"--connectors: {', '.join(unknown)}: choose of {', '.join(CONNECTORS)}")
+    if arguments.device == "cpu" and {*named} & {*SLEEPERS}:
+        parser.error("--connectors: vLLM's engines sleep only on GPUs: add --device cuda")
+    return arguments
 
 
 def _plan(arguments):
@@ -170,8 +207,10 @@ def _case(name, plan, kind, model):
         }
         sizes = ENGINES[model]
         arguments |= sizes["arguments"]
+    if name in SLEEPERS:
+        arguments["enable_sleep_mode"] = True
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    if name == PACKED:
+    if name in (PACKED, "sleep-packed"):
         variables["KVCONNECTOR_PATHS_DIRECT"] = "never"
     engine = {**sizes, "arguments": arguments, "environment": variables}
     return Case(

@@ -15,6 +15,7 @@ BURSTS = 3
 CHURN_REQUESTS = 32
 CHURN_TOKENS = range(45, 900)
 WARM_UP = 2
+SLEEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Asked(NamedTuple):
 @dataclass(frozen=True)
 class Contender:
     """A pair whose engines are asked one after the other or, streamed, at once. `in_tier`: the share of a prompt that
-    the decode engine's tier has; None without a tier.
+    the decode engine's tier has; None without a tier. `can_sleep`: the engines are in sleep mode.
     """
 
     pair: Pair
@@ -55,6 +56,7 @@ class Contender:
     is_streamed: bool = False
     in_tier: float | None = None
     is_told: bool = True
+    can_sleep: bool = False
 
     def handed_over(self, prompts):
         """Prefill and decode prompts. Returns both engines' answers, and the seconds to each first token, from the
@@ -135,8 +137,12 @@ class Turns:
                     del self.samples[case]
                 self._each(partial(_request, prompt), case=case)
             self._keep(self)
-        if not plan.burst_requests:
-            return
+        if plan.burst_requests:
+            self._bursts(plan)
+        if any(each.can_sleep for each in self._contenders.values()):
+            self._sleeps(plan.lengths[0])
+
+    def _bursts(self, plan):
         title = f"{plan.burst_requests} x {plan.burst_tokens} tokens at once, the last one's"
         burst = Asked(title, plan.burst_requests, plan.burst_tokens)
         for _ in range(BURSTS):
@@ -144,8 +150,19 @@ class Turns:
             self._each(partial(_burst, prompts), case=burst)
         self._keep(self)
 
+    def _sleeps(self, length):
+        """Ask all contenders for a prompt right after those that can sleep have slept, each engine once."""
+        sleepers = [name for name, each in self._contenders.items() if each.can_sleep]
+        case = Asked(f"{length} tokens, the first ones after each engine has slept", 1, length)
+        for _ in range(SLEEPS):
+            prompt = self._clear_prompt(length)
+            self._each(_sleep, sleepers)
+            self._each(partial(_request, prompt), case=case)
+        self._keep(self)
+
     def _each(self, do, among=None, case=None):
-        self._turn += 1
+        if case:  # those that are timed begin in turns, whatever else is asked between them
+            self._turn += 1
         names = [name for name in among or self._contenders if name not in self.errors]
         for name in names if self._turn % 2 else reversed(names):
             try:
@@ -216,4 +233,10 @@ def _burst(prompts, contender):
     contender.forget(prompts)
     first_s = max(contender.handed_over(prompts)[2])
     best_s = max(each.first_token_s for each in contender.decoded(prompts))
+    contender.pair.decode.call("stats")  # so that they are not the next request's
     return {FIRST: [first_s], BEST: [best_s]}
+
+
+def _sleep(contender):
+    for engine in (contender.pair.prefill, contender.pair.decode):
+        engine.call("sleep")

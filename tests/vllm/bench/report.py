@@ -1,5 +1,6 @@
 """The bench's figures as tables, JSON and a plot, in the form of `kvconnector bench`."""
 
+from collections import Counter
 from io import StringIO
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvconnector.cli.bench import draw_handover
 
 FIRST, SECOND = "first token", "second token"
 """Times from the prefill engine's answer to the decode engine's first and second token."""
-TRANSFER, BYTES, RIGHT = "transfer", "bytes", "right"
+TRANSFER, BYTES, PATHS, RIGHT = "transfer", "bytes", "paths", "right"
 BEST = "best possible"
 """First tokens of the same requests again, from the decode engine's prefix cache."""
 TITLES = {
@@ -20,6 +21,8 @@ TITLES = {
     "computed": "kvconnector, first_token=never",
     "computed-streamed": "kvconnector, first_token=never, streamed",
     "packed": "kvconnector, packed",
+    "sleep": "kvconnector, sleep mode",
+    "sleep-packed": "kvconnector, sleep mode, packed",
     "nixl": "NixlConnector",
     "tier-0": "all from the prefill engine",
     "tier-80": "80 % from the tier",
@@ -51,9 +54,9 @@ def cases_of(turns):
                     kind = "variant" if measurements else "ours"
                     label = f"{TITLES.get(name, name)}: {what}"
                     own = figures if what == FIRST else {}
-                    own |= (
-                        {"megabytes": round(moved / 1e6, 2)} if what == TRANSFER and moved else {}
-                    )
+                    if what == TRANSFER:
+                        own |= {"megabytes": round(moved / 1e6, 2)} if moved else {}
+                        own |= Counter(f"{path} loads" for path in found.get(PATHS, ()))
                     nbytes = moved if what == TRANSFER else 0
                     measurements.append(Measurement(label, kind, tuple(times), nbytes, own))
         notes = [f"{TITLES.get(name, name)} failed: {why}" for name, why in turns.errors.items()]

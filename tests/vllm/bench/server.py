@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from tests.vllm.bench.report import BYTES, TRANSFER
+from tests.vllm.bench.report import BYTES, PATHS, TRANSFER
 from tests.vllm.harness.engine import Answer, sampling_of
 
 
@@ -22,7 +22,7 @@ class Timed(Answer):
 
 
 def serve(pipe, spec):
-    """Run an engine that takes the commands "submit", "reset_cache" and "stats"."""
+    """Run an engine that takes the commands "submit", "reset_cache", "sleep" and "stats"."""
     asyncio.run(_serve(pipe, spec))
 
 
@@ -33,10 +33,10 @@ async def _serve(pipe, spec):
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     # of loads since they were last asked for
-    loads = {TRANSFER: [], BYTES: []}
+    loads = {TRANSFER: [], BYTES: [], PATHS: []}
 
     class Transfers(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
-        """Durations and bytes of loads, as the connector reports them."""
+        """Durations, bytes and paths of loads, as the connector reports them."""
 
         def __init__(self, *_):
             pass
@@ -44,9 +44,7 @@ async def _serve(pipe, spec):
         def record(self, scheduler_stats, *_, **__):
             stats = scheduler_stats and scheduler_stats.kv_connector_stats
             if stats:
-                of_ours = stats.get("KVConnector", stats)  # of a MultiConnector's child
-                loads[TRANSFER] += of_ours.get("transfer_duration", [])
-                loads[BYTES] += of_ours.get("bytes_transferred", [])
+                _add(loads, stats.get("KVConnector", stats))  # of a MultiConnector's child
 
         def log_engine_initialized(self):
             pass
@@ -64,10 +62,23 @@ async def _serve(pipe, spec):
             requests.append(asyncio.create_task(_submit(pipe, engine, *arguments)))
         elif command == "reset_cache":
             pipe.send((command, await engine.reset_prefix_cache(reset_connector=arguments[0])))
+        elif command == "sleep":
+            await engine.sleep(1)
+            await engine.wake_up()
+            pipe.send((command, None))
         else:
             pipe.send((command, dict(loads)))
-            loads |= {TRANSFER: [], BYTES: []}
+            loads |= {each: [] for each in loads}
     engine.shutdown()
+
+
+def _add(loads, stats):
+    from kvconnector.integrations.vllm.stats import PATH_PREFIX, counts
+
+    loads[TRANSFER] += stats.get("transfer_duration", [])
+    loads[BYTES] += stats.get("bytes_transferred", [])
+    for path, count in counts(stats, PATH_PREFIX).items():
+        loads[PATHS] += [path] * count
 
 
 async def _submit(pipe, engine, request_id, prompt, *arguments):
