@@ -45,7 +45,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.zmq import ControlChannel
@@ -62,14 +62,7 @@ from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import events as ev
 from kvconnector.session.containment import failure_of, guarded
 from kvconnector.session.link import Link, kind_of
-from kvconnector.session.orders import (
-    GrowRequest,
-    HoldRequest,
-    LoadRequest,
-    Order,
-    ReclaimRequest,
-    WithdrawRequest,
-)
+from kvconnector.session.orders import HoldRequest, LoadRequest, Order, ProducerOrder
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import decode, split_batch
@@ -403,9 +396,7 @@ class Driver:
 
 
 _GREETINGS = frozenset({m.Hello, m.HelloReply})
-_PRODUCER_EVENTS = frozenset(
-    {GrowRequest, HoldRequest, WithdrawRequest, ReclaimRequest, ev.SendOver}
-)
+_PRODUCER_EVENTS = frozenset({*get_args(ProducerOrder), ev.SendOver})
 """Events without a link that are for the producer's session; the others are for the consumer's."""
 _SLOW = frozenset({m.Directory, m.Hello, m.HelloReply, ev.PoolsUnmapped})
 """Messages whose handling may map a peer's memory, compile kernels for it, or open connections to it."""

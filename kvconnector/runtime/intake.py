@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from msgspec.structs import replace
 
@@ -22,16 +22,14 @@ from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import MAX_TOKENS, GroupBlocks
 from kvconnector.session.containment import failure_of
 from kvconnector.session.orders import (
-    DropRequest,
+    ConsumerOrder,
     GrowRequest,
     HoldRequest,
     LeaseOrder,
     LoadRequest,
     Order,
-    ReclaimRequest,
+    ProducerOrder,
     StepMetadata,
-    WantRequest,
-    WithdrawRequest,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,8 +39,8 @@ Blocks: TypeAlias = tuple[GroupBlocks, ...]
 _WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
 """Orders whose blocks are compared with the pools. The others of a step, maybe thousands, need no check."""
 _NOT_TAKEN: dict[Role, frozenset[type]] = {
-    "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest, ReclaimRequest}),
-    "producer": frozenset({WantRequest, LoadRequest, DropRequest}),
+    "consumer": frozenset(get_args(ProducerOrder)),
+    "producer": frozenset(get_args(ConsumerOrder)),
 }
 
 

@@ -26,6 +26,7 @@ from kvconnector.session.orders import (
     LeaseOrder,
     LoadRequest,
     Order,
+    ProducerOrder,
     ReclaimRequest,
     WantRequest,
     WithdrawRequest,
@@ -300,7 +301,7 @@ class Outbox:
         if self._bell.locked():
             self._bell.release()
 
-    def _expect_lease(self, order: LeaseOrder | WithdrawRequest | ReclaimRequest) -> bool:
+    def _expect_lease(self, order: ProducerOrder) -> bool:
         """Returns True if the order withdraws an incomplete lease on blocks."""
         if isinstance(order, ReclaimRequest):
             return False  # if it ends a lease, that is reported

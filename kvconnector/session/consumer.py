@@ -36,7 +36,7 @@ from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.link import FromPeer, Link, kind_of
 from kvconnector.session.load import Load, LoadState, RankRead, RemoteEngine
 from kvconnector.session.machine import Table, staying
-from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
+from kvconnector.session.orders import ConsumerOrder, DropRequest, LoadRequest, WantRequest
 from kvconnector.session.port import Ports
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -470,7 +470,7 @@ class ConsumerSession:
         if isinstance(event, ev.OfReceive):
             self._report_counts(event, now)
             self._end_load(event.read.load, now, error)
-        elif isinstance(event, WantRequest | LoadRequest | DropRequest):
+        elif isinstance(event, ConsumerOrder):
             self._contain_order(event, error, now)
         elif isinstance(event, FromPeer) and isinstance(event.message, m.Progress):
             self._engine.note_contained(f"progress of {event.message.transfer_id}", error)
@@ -484,9 +484,7 @@ class ConsumerSession:
         else:
             self._engine.note_contained(f"a {kind_of(event).__name__}", error)
 
-    def _contain_order(
-        self, order: WantRequest | LoadRequest | DropRequest, error: Exception, now: float
-    ) -> None:
+    def _contain_order(self, order: ConsumerOrder, error: Exception, now: float) -> None:
         load = self._loads.get(order.request_id)
         if load is not None:
             if isinstance(order, LoadRequest) and load.order is None:

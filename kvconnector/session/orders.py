@@ -99,9 +99,9 @@ class DropRequest(_Order, frozen=True):
 
 
 LeaseOrder: TypeAlias = HoldRequest | GrowRequest
-Order: TypeAlias = (
-    LeaseOrder | WithdrawRequest | ReclaimRequest | WantRequest | LoadRequest | DropRequest
-)
+ProducerOrder: TypeAlias = LeaseOrder | WithdrawRequest | ReclaimRequest
+ConsumerOrder: TypeAlias = WantRequest | LoadRequest | DropRequest
+Order: TypeAlias = ProducerOrder | ConsumerOrder
 
 
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from kvconnector.session.orders import (
     GrowRequest,
     HoldRequest,
     LeaseOrder,
+    ProducerOrder,
     ReclaimRequest,
     WithdrawRequest,
 )
@@ -508,14 +509,12 @@ class ProducerSession:
             self._contain_send_over(event, now, error)
         elif isinstance(event, FromPeer):
             self._contain_message(event, now, error)
-        elif isinstance(event, LeaseOrder | WithdrawRequest | ReclaimRequest):
+        elif isinstance(event, ProducerOrder):
             self._contain_order(event, now, error)
         else:
             self._engine.note_contained(f"a {kind_of(event).__name__}", error)
 
-    def _contain_order(
-        self, order: LeaseOrder | WithdrawRequest | ReclaimRequest, now: float, error: Exception
-    ) -> None:
+    def _contain_order(self, order: ProducerOrder, now: float, error: Exception) -> None:
         lease = self._by_request.get(order.request_id)
         if lease is not None:
             lease.is_complete = lease.is_complete or isinstance(order, HoldRequest)
