@@ -129,21 +129,26 @@ def test_an_engine_that_takes_no_message_as_long_as_the_answer_is_refused_in_wor
 
 
 def test_a_directory_longer_than_a_message_may_be_is_refused_at_the_start():
-    serving = ControlHub(seed=0).open()
+    hub = ControlHub(seed=0)
+    serving = hub.open()
     serving.max_message_bytes = 100
     with pytest.raises(ConfigError, match=r"control\.max_message_bytes is too small") as refused:
         DirectoryService(serving, harness.directory())
     assert refused.value.context["max_message_bytes"] == 100
+    assert serving.address not in hub.channels  # its port is free
 
 
-def test_an_engine_is_told_if_the_directorys_own_limit_is_too_low():
+@pytest.mark.parametrize("stated_bytes", [0, 1 << 20])
+def test_an_engine_is_told_if_the_directorys_own_limit_is_too_low(stated_bytes):
     hub = ControlHub(seed=0)
     asking, serving = hub.open(), hub.open()
     serving.max_message_bytes = 64 << 10
     service = DirectoryService(serving, directory_of(4000))
     handle = asking.connect(serving.address, "")
     for ranks in (None, (0,)):
-        request = m.DirectoryRequest(engine_id="p", ranks=ranks, world_size=4000)
+        request = m.DirectoryRequest(
+            engine_id="p", ranks=ranks, world_size=4000, max_message_bytes=stated_bytes
+        )
         asking.send(handle, encode(request))
         service.turn(0.0)
     refused, told = (decode(event.payload) for _ in range(2) for event in asking.poll(0.0))

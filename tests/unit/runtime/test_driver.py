@@ -10,7 +10,7 @@ from kvconnector.control.base import Received
 from kvconnector.datapath.pump.pacing import WORK_S
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.runtime.driver import MAX_QUEUED_EVENTS
+from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_TAKEN_BYTES
 from kvconnector.session import events as ev
 from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import (
@@ -220,6 +220,49 @@ def test_a_flooding_peer_delays_others_by_a_bounded_number_of_its_messages(monke
         # what was queued already, and what one turn takes at most
         assert [*map(is_mine, handled[before:])].index(True) <= 256
         assert driver.links.has_arrived  # the flood goes on
+
+
+def test_few_bytes_are_decoded_before_what_was_taken_is_handled(monkeypatch):
+    """Messages may be long, and an order waits while they are decoded."""
+    with closing(World()) as world:
+        (worker,) = world.start(FakeEngine("p", MODEL), role="producer").workers
+        driver, most, waiting = worker.driver, 0, 0
+        named = m.TransferKey(transfer_id="x" * 512, secret="5" * 32)
+        beat = encode(m.Heartbeat(transfers=(named,) * m.MAX_NAMED, number=1))
+        peer = world.hub.open()
+        handle = peer.connect(worker.control.address)
+        for _ in range(MAX_QUEUED_EVENTS):
+            peer.send(handle, beat)
+        take = driver._take_message
+
+        def taken(link, payload):
+            nonlocal waiting, most
+            waiting += len(payload)
+            most = max(most, waiting)
+            return take(link, payload)
+
+        def handled(event, now):
+            nonlocal waiting
+            waiting -= len(beat)
+
+        monkeypatch.setattr(driver, "_take_message", taken)
+        monkeypatch.setattr(driver.producer, "handle", handled)
+        while driver.links.has_arrived or driver.num_queued or not most:
+            driver.turn(0.0)
+        assert waiting == 0
+        assert most <= 2 * MAX_TAKEN_BYTES + len(beat)
+
+
+def test_a_peer_that_says_goodbye_is_not_told_off(deployment, caplog):
+    world, p, _, _ = deployment
+    peer = world.hub.open()
+    peer.send(peer.connect(p.control.address), encode(m.Bye(text="leaving")))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            world.turn()
+        assert len([*p.driver.links]) == 1
+    assert peer.poll(0.0) == []
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("is_inline", [True, False])

@@ -105,3 +105,14 @@ def test_a_consumer_that_takes_no_message_as_long_as_an_answer_is_refused_in_wor
             f"control.max_message_bytes of both is {SMALL}: raise it on the decode engine" in text
         )
     assert "Traceback" not in caplog.text
+
+
+def test_a_consumer_that_takes_no_message_as_long_as_a_directory_is_refused_in_words():
+    with closing(World()) as world:
+        greeted = Greeted(world)
+        service = greeted.p.responder
+        (entry,) = service._directory.workers
+        workers = tuple(structs.replace(entry, tp_rank=rank) for rank in range(2000))
+        service._directory = structs.replace(service._directory, workers=workers)
+        _, error = greeted.load()
+    assert f"raise control.max_message_bytes of the engine that asks, which is {SMALL}" in error

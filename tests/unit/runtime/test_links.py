@@ -215,6 +215,40 @@ def test_many_messages_over_the_transport_come_before_the_peers_end(over_ucx):
     assert found == [str(number) for number in range(count)]
 
 
+def test_all_messages_of_a_peer_come_before_its_end_however_many_left_earlier(over_ucx):
+    for number in range(2, 2 + MAX_LOOKS_BEFORE_LOSS):
+        link = Link(number)
+        over_ucx.d.links.open(link, over_ucx.p.control.address, "", SPOKEN.newest)
+        over_ucx.d.links.send(link, m.HeartbeatReply(number=number))
+        over_ucx.d.links.close(link)
+        over_ucx.p.poll()
+    assert len(over_ucx.p.lost) == MAX_LOOKS_BEFORE_LOSS
+    over_ucx.p.lost.clear()
+    test_many_messages_over_the_transport_come_before_the_peers_end(over_ucx)
+
+
+def test_only_the_first_inbox_that_a_peer_names_counts(over_ucx):
+    """Another greeting of the peer does not lead its messages elsewhere."""
+    over_ucx.d.send("begin")
+    over_ucx.p.poll()
+    other = m.ControlInbox(inbox_id=12345, key=bytes(32), max_message_bytes=LIMIT_BYTES)
+    over_ucx.p.links.set_peer_inbox(over_ucx.p.link, other)
+    assert over_ucx.goes_over_transport(over_ucx.p, "message")
+    assert texts(over_ucx.d.poll()) == ["message"]
+    assert not over_ucx.d.links.refusals.counts
+
+
+def test_a_message_to_an_inbox_that_was_replaced_is_dropped_without_an_alarm(over_ucx):
+    over_ucx.d.send("first")
+    over_ucx.d.send("for the former inbox")
+    over_ucx.p.transport.progress()
+    link, first = next(over_ucx.p.links.poll())
+    assert texts([first]) == ["first"]
+    over_ucx.p.links.open_inbox(link)
+    assert over_ucx.p.poll() == []
+    assert not over_ucx.p.links.refusals.counts
+
+
 def test_a_producer_that_leaves_says_its_last_words_on_the_control_channel(over_ucx):
     over_ucx.d.send("begin")
     over_ucx.p.poll()
@@ -257,7 +291,7 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
     pair = Pair(consumer={"max_message_bytes": 1 << 20}, producer={"max_message_bytes": 1 << 20})
     pair.greet()
     sent = [m.HeartbeatReply(number=number) for number in range(10_000)]
-    sent[5000:5000] = [m.Bye(text="x" * 4096)] * 9
+    sent[5000:5000] = [m.Bye(text="x" * 4096)] * 40
     for message in sent:
         pair.d.links.send(pair.d.link, message)
     pair.d.links.flush()
@@ -326,6 +360,17 @@ def test_a_link_that_we_opened_carries_nothing_until_it_is_closed(pair):
     pair.d.links.close(pair.d.link)
     assert pair.p.poll() == []
     assert [lost.link.number for lost in pair.p.lost] == [-1]
+
+
+def test_what_waits_on_a_link_that_we_have_given_up_is_not_handled(pair):
+    for number in range(3):
+        pair.p.send(f"message {number}")
+    pair.d.transport.progress()
+    link, first = next(pair.d.links.poll())
+    assert texts([first]) == ["message 0"]
+    assert pair.d.links.has_arrived
+    pair.d.links.lose(link, ERROR)
+    assert pair.d.poll() == []
 
 
 def test_a_disconnection_counts_after_the_peers_last_messages(pair):
@@ -461,6 +506,28 @@ def test_a_long_message_waits_for_several_turns_while_others_have_short_ones():
     assert [payload for _, payload in side.links.poll()] == [long]  # nobody else waits
 
 
+def test_short_messages_earn_no_turns_for_a_long_one():
+    side, long = Crowded(max_message_bytes=1 << 28), bytes(10 * TURN_BYTES)
+    side.arrive(*[(1, b"short")] * 50, (1, long), *[(2, b"other")] * 100)
+    found = [payload for _, payload in side.links.poll()]
+    before = found[: found.index(long)]
+    assert before.count(b"other") - before.count(b"short") >= 10
+
+
+def test_messages_of_a_batch_come_in_their_order_before_later_ones():
+    side = Crowded()
+    side.arrive((1, b"first of a batch"), (1, b"later"))
+    link, first = next(side.links.poll())
+    assert first == b"first of a batch"
+    side.links.put_back(link, [b"second", b"third", b"fourth"])
+    assert [payload for _, payload in side.links.poll()] == [
+        b"second",
+        b"third",
+        b"fourth",
+        b"later",
+    ]
+
+
 def test_peers_take_turns_over_the_transport(over_ucx):
     pair, other = over_ucx, Side(over_ucx.network, over_ucx.hub)
     other.links.open(Link(1), pair.p.control.address, "", SPOKEN.newest)
@@ -483,12 +550,36 @@ def test_peers_take_turns_over_the_transport(over_ucx):
     ]
 
 
-def test_a_peer_that_sends_faster_than_its_turns_come_loses_its_link_alone(monkeypatch, caplog):
+def test_a_link_carries_any_number_of_messages_that_are_taken(monkeypatch):
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
+    side = Crowded(max_message_bytes=4096)
+    for _ in range(10):
+        side.arrive(*[(1, b"short")] * 100)
+        assert len([*side.links.poll()]) == 100
+    assert side.lost == []
+
+
+def test_a_few_of_the_longest_messages_may_wait(monkeypatch):
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 4096)
+    side = Crowded(max_message_bytes=4096)
+    side.arrive(*[(1, bytes(4096))] * 3)
+    assert len([*side.links.poll()]) == 3
+    assert side.lost == []
+
+
+@pytest.mark.parametrize("came_in", ["messages", "batches"])
+def test_a_peer_that_sends_faster_than_its_turns_come_loses_its_link_alone(
+    monkeypatch, caplog, came_in
+):
     monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
     side = Crowded(max_message_bytes=4096)
     side.arrive((1, b"first"), (2, b"first"))
     assert len([*side.links.poll()]) == 2
     flooder, quiet = side.links
+    if came_in == "batches":  # those that were taken count no more, and not less than nothing
+        for _ in range(10):
+            side.links.put_back(flooder, [b"short"] * 100)
+            assert len([*side.links.poll()]) == 100
     short = encode(m.HeartbeatReply(number=1))
     with caplog.at_level(logging.WARNING):
         for _ in range(10):

@@ -284,11 +284,11 @@ def test_whole_blocks_of_a_prefix_cache_are_whole_rows():
     offered = [list(range(count)) for count in (66, 33, 2)]
     params = {**PARAMS, "remote_block_ids": offered, "remote_num_tokens": 263}
     scheduler.on_new_request("w", params)
-    scheduler.matched_tokens("w", 264, 134)
+    scheduler.matched_tokens("w", 264, 142)
     with pytest.raises(BlockIdError, match="whole rows"):
-        scheduler.load("w", blocks=offered, num_tokens=129, cache_block_tokens=[4, 6, 128])
-    loaded = scheduler.load("w", blocks=offered, num_tokens=129, cache_block_tokens=[4, 8, 256])
-    assert loaded == ((132, 263), (32, 65), (0, 2))
+        scheduler.load("w", blocks=offered, num_tokens=121, cache_block_tokens=[4, 6, 128])
+    loaded = scheduler.load("w", blocks=offered, num_tokens=121, cache_block_tokens=[4, 8, 256])
+    assert loaded == ((140, 263), (34, 65), (0, 2))
 
 
 def test_retentions_count_the_rows_of_their_groups():

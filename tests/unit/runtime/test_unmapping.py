@@ -240,6 +240,18 @@ def test_memory_with_ipc_handles_is_not_withdrawn(world):
     assert len(world.path.reads.opened) == 1
 
 
+def test_a_consumer_that_cannot_be_told_of_a_sleep_loses_its_link_and_unmaps(sleeper):
+    """It takes no message as long as ours: otherwise it would go on reading memory that is taken away."""
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    (link,) = sleeper.producer.links
+    sleeper.producer.links.limit_messages(link, 1)
+    sleeper.producer.withdraw_pools()
+    assert sleeper.run(lambda: bool(sleeper.path.reads.unmapping), max_turns=5)
+    sleeper.path.reads.unmapping.pop()()
+    assert told(sleeper)
+
+
 def test_a_consumer_lost_while_it_unmaps_is_not_waited_for(sleeper):
     sleeper.request()
     assert sleeper.run(sleeper.is_quiet)

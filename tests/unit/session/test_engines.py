@@ -272,6 +272,15 @@ def test_a_greeted_engine_is_logged_with_its_differences(side):
     assert (met.engine_id, met.summary) == ("p", same)
 
 
+@pytest.mark.parametrize("kind", [m.HelloReply, m.HeartbeatReply])
+def test_a_directory_service_that_answers_like_a_worker_fails_the_load(side, kind):
+    (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
+    answer = kind(incarnation="one") if kind is m.HelloReply else kind(number=1)
+    calls = side.receive(opened.link, answer)
+    assert harness.finished(calls) == harness.failed(RemoteProtocolError)
+    assert not harness.of(calls, "note_contained")
+
+
 def test_a_worker_that_sends_a_directory_is_disconnected(side):
     (link,) = harness.connect(side)
     assert harness.call("close_link", link) in side.receive(link, harness.directory())
@@ -394,6 +403,20 @@ def answers(side, opened):
     """Let the engine whose directory was connected to be ready. Returns the calls."""
     (worker,) = harness.of(side.receive(opened.link, harness.directory()), "open_link")
     return side.handle(*harness.accepted(worker.link))
+
+
+def test_a_request_that_ends_while_its_engine_is_queued_is_aborted_once_that_is_greeted():
+    """Otherwise the producer would hold its blocks until the lease ends."""
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    first = harness.of(side.handle(wanted_of(0)), "open_link")
+    key = m.TransferKey(transfer_id="u", secret=harness.SECRET)
+    side.handle(harness.want(), harness.want("v", key=key))
+    assert not harness.of(side.handle(DropRequest("v")), "open_link")
+    side.handle(ev.LinkLost(first[0].link, PeerLostError("gone")))
+    (opened,) = harness.of(side.settle(), "open_link")
+    assert opened.address == harness.ADDRESS.address
+    aborts = harness.messages(answers(side, opened), m.Abort)
+    assert [abort.transfer_id for abort in aborts] == ["u"]
 
 
 def test_a_queued_engine_that_no_request_wants_any_more_is_told_so_after_all_others_are_greeted():
