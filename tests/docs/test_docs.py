@@ -69,7 +69,9 @@ def test_tests_to_copy_exist():
 
 def test_every_function_of_the_walk_exists():
     walk = (ROOT / "ARCHITECTURE.md").read_text().partition("## A walk")[2].partition("\n## ")[0]
-    for word in re.findall(r"`([\w./]+)`", walk):
+    named = re.findall(r"`([\w./]+)`", walk)
+    assert {Path(word).suffix for word in named} >= {".py", ".c"}
+    for word in named:
         if word.endswith((".py", ".c")):
             folder = ROOT if word.startswith("kernels/") else ROOT / "kvconnector"
             source, is_c = (folder / word).read_text(), word.endswith(".c")

@@ -71,6 +71,7 @@ def test_lanes_convert_what_they_load(hopper_code):
 
 def test_all_of_a_tile_is_under_way_before_any_of_it_is_converted(hopper_code):
     """One look at the tables and at block ids, then all elements, then their conversion: a tile waits twice."""
+    assert len(hopper_code["orders"]) == 2
     for order in hopper_code["orders"]:
         assert order.startswith("TLS")
         assert order.count("T") == order.count("L") == 1

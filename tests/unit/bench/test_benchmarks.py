@@ -101,7 +101,9 @@ def test_a_converting_copy_is_measured_beside_a_plain_one(prefill, decode, ratio
 )
 def test_a_converting_read_is_measured_beside_a_plain_one(prefill, decode):
     read, written = (70 * MODEL.request_bytes(1, each.dtype) for each in (prefill, decode))
-    for case in _run("transfer", prefill=prefill, decode=decode):
+    cases = _run("transfer", prefill=prefill, decode=decode)
+    assert cases
+    for case in cases:
         ours, plain, *limits = (each.nbytes for each in case.measurements)
         assert (ours, plain) == (written, read)
         assert {*limits} == {min(read, written)}
