@@ -21,6 +21,7 @@ from kvconnector.datapath import CacheGroup
 from kvconnector.errors import ConfigError
 from kvconnector.layout import KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
+from kvconnector_kernels import relayout
 
 POISON = 0xA5
 
@@ -171,23 +172,28 @@ def _scale(group: GroupGeometry, part: int) -> float:
 
 
 def _converted(numbers: Any, source: str, target: PartGeometry, scales: tuple[float, float]) -> Any:
-    """Return the bits of numbers of one type in another one, or with another scale (docs/conversion.md)."""
+    """Return numbers `[tokens, heads, head_dim]` of one type in another one, or with another scale, by the kernels'
+    oracle, which the kernels are compared with.
+    """
     import torch
 
-    kind = getattr(torch, target.element)
-    is_cast = getattr(target, "rounding", "nearest") == "cast"
-    given = torch.as_tensor(numbers).contiguous()
-    # as tensors on the device: of a plain number torch would take the reciprocal instead of dividing
-    factors = torch.tensor(scales, device=given.device)
-    values = given.view(getattr(torch, source)).float() * factors[0] / factors[1]
-    largest = torch.finfo(kind).max
-    if kind == torch.float8_e4m3fn or (kind.itemsize == 1 and not is_cast):
-        values = values.clamp(-largest, largest)
-    found = values.to(kind).view({1: torch.int8, 2: torch.int16}[kind.itemsize])
-    nan = torch.full_like(found, {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}.get(kind, 0x7F))
-    if is_cast and given.device.type == "cpu":  # a GPU's instructions know one NaN
-        nan[given < 0] = -1
-    found = torch.where(values.isnan(), nan, found)
+    given = torch.as_tensor(numbers)
+    num_tokens, num_heads, head_dim = given.shape
+    conversion = relayout.Conversion(
+        source,
+        target.element,
+        np.full((1, num_heads, 2), scales, np.float32),
+        str(given.device),
+        rounding=target.rounding,
+    )
+    # the oracle takes one token after the other: to it, all of them are one
+    src = given.transpose(0, 1).reshape(1, num_heads, 1, num_tokens * head_dim)
+    stored = {1: torch.int8, 2: torch.int16}[target.item_size_bytes]
+    dst = torch.empty_like(src, dtype=stored)
+    relayout.relayout_naive(
+        [src], [dst], [0], [0], num_heads=num_heads, num_tokens=1, conversion=conversion
+    )
+    found = dst.reshape(num_heads, num_tokens, head_dim).transpose(0, 1)
     return found.numpy() if isinstance(numbers, np.ndarray) else found
 
 

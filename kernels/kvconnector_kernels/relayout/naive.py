@@ -66,8 +66,9 @@ def _converted(
                 values = values.clamp(-torch.finfo(dst).max, torch.finfo(dst).max)
             found = values.to(dst).view(stored)
             # which sign torch gives NaN depends on the number of elements
-            is_negative = numbers >> (8 * numbers.element_size() - 1) != 0
-            return torch.where(values.isnan(), 0x7F + 0x80 * is_negative, found).to(stored)
+            has_sign = numbers >> (8 * numbers.element_size() - 1) != 0
+            signed = 0x7F + 0x80 * (has_sign & conversion.signed_nan)
+            return torch.where(values.isnan(), signed, found).to(stored)
         most = torch.finfo(dst).max
         values = values.clamp(-most, most)  # keeps NaN
     found = values.to(dst).view(stored)

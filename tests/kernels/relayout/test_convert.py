@@ -88,8 +88,6 @@ def converted(copy, device, numbers, conversion):
     ]
     copy(*sides, conversion=conversion, num_parts=1, num_heads=heads, num_tokens=1)
     relayout_naive([src], [want], [0], [0], num_heads=heads, num_tokens=1, conversion=conversion)
-    if device != "cpu" and conversion.rounding == "cast":
-        want[want == 0xFF] = 0x7F  # a GPU's instructions know one NaN
     return found, want
 
 
@@ -354,8 +352,6 @@ def test_any_geometry_is_converted_like_the_naive_one(
     copy(src.side(), dst.side(), conversion=conversion, **counts)
     if dst.buffer.is_cuda:
         torch.cuda.synchronize()
-        if rule[2] == "cast":
-            want[want == 0xFF] = 0x7F  # a GPU's instructions know one NaN
     assert torch.equal(dst.buffer, want)
     assert torch.equal(src.buffer, before)
 
