@@ -59,6 +59,8 @@ PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
 DPA2 = {"tp": 2, "dp-size": 2, "enable-dp-attention": True, "enable-dp-lm-head": True}
 DPA4 = {**DPA2, "tp": 4, "dp-size": 4, "max-running-requests": 8}
 DP2 = {"dp-size": 2}
+DECODE_GRAPHS = {"cuda-graph-backend-decode": "full", "decode-log-interval": 1}
+PREFILL_GRAPHS = {"cuda-graph-backend-prefill": "breakable"}
 ROBIN = {"load-balance-method": "round_robin"}
 TOTAL = {"load-balance-method": "total_tokens"}
 
@@ -77,6 +79,10 @@ def _attention(name, scenario=s.crowd, **options):
 
 def _timed(name, **options):
     return Case(name, s.times, why_not="its times mean something on GPUs only", **options)
+
+
+def _graphs(name, **options):
+    return Case(name, s.graphs, why_not="a CPU has no CUDA graphs", **options)
 
 
 KILL_PREFILL = partial(s.kill, side="prefill", other="decode")
@@ -180,6 +186,8 @@ CASES = (
     _ours("states-tp2-tp1", model=STATES, prefill=UNCACHED | TP2, decode=UNCACHED),
     _ours("mtp-decode", s.drafts, model=MTP, decode=s.DRAFTS),
     _ours("mtp-both", s.drafts, model=MTP, prefill=s.DRAFTS, decode=s.DRAFTS),
+    _graphs("graphs", decode=DECODE_GRAPHS),
+    _graphs("graphs-both", prefill=PREFILL_GRAPHS, decode=DECODE_GRAPHS),
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
     _ours("window-hits", s.window_hits, model=WINDOW, decode=RADIX),

@@ -56,6 +56,20 @@ def tokens(pair, outcome):
         pair.ask(outcome, f"{length} tokens", prompt_of(length))
 
 
+def graphs(pair, outcome):
+    """Steps that replay CUDA graphs give the tokens of an engine without them, alone and several at once."""
+    for length in LENGTHS:
+        pair.ask(outcome, f"{length} tokens", prompt_of(length), max_tokens=ANSWER_TOKENS)
+    crowd(pair, outcome)
+    for side, work in (("prefill", "Prefill"), ("decode", "Decode")):
+        steps = re.findall(rf"{work} batch.*cuda graph: (\w+)", getattr(pair, side).log_text())
+        wanted = (
+            pair.specs[side].options.get(f"cuda-graph-backend-{side}", "disabled") != "disabled"
+        )
+        outcome.figures[f"{side}: steps by graph"] = f"{steps.count('True')} of {len(steps)}"
+        outcome.check(f"{side} steps replay graphs", "True" in steps, wanted)
+
+
 def tokens_on_nodes(pair, outcome):
     """Prompts get the right tokens, one after the other and at once, where an engine has ranks on two hosts."""
     tokens(pair, outcome)
