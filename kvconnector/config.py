@@ -353,22 +353,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             The settings, with defaults for what neither gives.
 
         Raises:
-            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting, and for two that
-                set one differently.
+            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting.
         """
         settings: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else value
             for name, value in (base or {}).items()
         }
-        set_by: dict[tuple[str, str], str] = {}
         for variable, value in variables_of(environ).items():
-            if variable.upper() not in VARIABLES:
-                nearest = _nearest(variable, VARIABLES)
+            if variable not in VARIABLES:
+                nearest = _nearest(variable.upper(), VARIABLES)
                 raise ConfigError(f"unknown environment variable {variable}{nearest}")
-            section, field = VARIABLES[variable.upper()]
-            other = set_by.setdefault((section, field), variable)
-            if environ[other] != value:
-                raise ConfigError(f"{other} and {variable} set the same, differently")
+            section, field = VARIABLES[variable]
             if not section:
                 settings[field] = value
             elif isinstance(settings.setdefault(section, {}), dict):
@@ -427,7 +422,6 @@ VARIABLES = {
     for field in struct.__struct_fields__
     if field not in SECTIONS
 }
-VARIABLES["KVCONNECTOR_UCX"] = ("ucx", "library")  # the short name in the documentation
 """Section (empty at the top level) and field that each environment variable sets."""
 
 
@@ -452,7 +446,7 @@ def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
         is_link = is_address or any(
             _SERVICE_LINKS.fullmatch(name[at:]) for at in range(len(name)) if name[at] == "_"
         )
-        if is_link and not (variable.upper() in VARIABLES and not is_address):
+        if is_link and not (variable in VARIABLES and not is_address):
             links.append(variable)
         else:
             found[variable] = value

@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 TUNING = (
     "KVCONNECTOR_STAGING_",
     "KVCONNECTOR_PATHS_",
-    "KVCONNECTOR_UCX",
+    "KVCONNECTOR_UCX_",
     "KVCONNECTOR_CONTROL_OVER_UCX",
 )
 """Prefixes of environment variables that count for a benchmark's engines."""

@@ -209,25 +209,14 @@ def test_every_setting_has_a_variable():
     assert ConnectorConfig.from_env(environ) == made
 
 
-def test_kvconnector_ucx_is_short_for_the_library():
-    environ = {"KVCONNECTOR_UCX": "nixl"}
-    assert ConnectorConfig.from_env(environ, settings()).ucx.library == "nixl"
-    same = environ | {"KVCONNECTOR_UCX_LIBRARY": "nixl"}
-    assert ConnectorConfig.from_env(same, settings()).ucx.library == "nixl"
-    for other in (
-        {"KVCONNECTOR_UCX_LIBRARY": "wheel", **environ},
-        {**environ, "KVCONNECTOR_UCX_LIBRARY": "wheel"},
-    ):
-        with pytest.raises(ConfigError, match=r"KVCONNECTOR_UCX\w* and KVCONNECTOR_UCX\w*"):
-            ConnectorConfig.from_env(other, settings())
-
-
 @pytest.mark.parametrize(
     "variable,nearest",
     [
         ("KVCONNECTOR_LEASE_DURATION", "KVCONNECTOR_LEASE_DURATION_S"),
         ("KVCONNECTOR_ENGINE_NAME", "KVCONNECTOR_ENGINE_ID"),
         ("KVCONNECTOR_UCX_LIBRARYS", "KVCONNECTOR_UCX_LIBRARY"),
+        ("KVCONNECTOR_UCX", "KVCONNECTOR_UCX_TLS"),
+        ("KVCONNECTOR_ucx_library", "KVCONNECTOR_UCX_LIBRARY"),
     ],
 )
 def test_unknown_variables_are_refused_with_a_suggestion(variable, nearest):
