@@ -151,7 +151,7 @@ def _join() -> tuple[Any, int, int]:
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
         raise ConfigError(
-            "pairs runs in a torchrun job: torchrun --nproc-per-node 8 -m kvconnector.cli bench pairs",
+            "pairs runs in a torchrun job: torchrun --nproc-per-node 8 -m kvconnector bench pairs",
             missing=missing,
         )
     try:

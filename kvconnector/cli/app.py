@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import click
-from click.shell_completion import get_completion_class
 
 from kvconnector import __version__
 from kvconnector.cli.statuses import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED
@@ -22,9 +21,8 @@ COMMANDS = {
     "bench": "Measure transfers, beside the limits of this machine.",
     "top": "Show engines' transfers as they happen.",
     "keygen": "Make a CURVE key pair for the control channel.",
-    "completion": "Print a shell's completion script.",
 }
-"""Each is the command in the module of the same name, except `completion`."""
+"""Each is the command in the module of the same name."""
 STATUSES = (
     "Exit status: 0 well; 1 a fault was found, or a result was wrong; 2 wrong usage, or an error that the text names;"
     " 130 interrupted."
@@ -55,15 +53,6 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
     """KV-cache transfer between prefill and decode engines that are split differently."""
-
-
-@app.command(short_help=COMMANDS["completion"])
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
-    """Print a shell's completion script. In ~/.bashrc: eval "$(kvconnector completion bash)"."""
-    found = get_completion_class(shell)
-    if found is not None:
-        click.echo(found(app, {}, "kvconnector", "_KVCONNECTOR_COMPLETE").source())
 
 
 def run(

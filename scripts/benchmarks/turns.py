@@ -20,6 +20,8 @@ import msgspec
 from kvconnector.errors import ConfigError
 
 RUN_TIMEOUT_S = 600.0
+PROGRAM = "import sys; from kvconnector.cli import main; sys.exit(main())"
+"""The command line of any commit: some have no `python -m kvconnector`."""
 Key: TypeAlias = tuple[str, str, str]
 """How blocks travel ("any" or "packed"), the case, and the contender."""
 
@@ -58,7 +60,7 @@ def run(tree: Path, benchmark: Sequence[str], variables: Mapping[str, str]) -> d
     paths = os.pathsep.join([str(tree.absolute()), str((tree / "kernels").absolute())])
     with TemporaryDirectory(prefix="kvconnector-turns-") as folder:
         report = Path(folder, "report.json")
-        line = [sys.executable, "-P", "-m", "kvconnector.cli", "bench", *benchmark]
+        line = [sys.executable, "-P", "-c", PROGRAM, "bench", *benchmark]
         try:
             done = subprocess.run(
                 [*line, "--output", str(report)],

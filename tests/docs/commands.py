@@ -119,7 +119,7 @@ def _check_python(arguments):
     if module in MODULES_OF_OTHERS:
         if "--kv-transfer-config" in rest:
             check_json(_value_of("--kv-transfer-config", rest))
-    elif module == "kvconnector.cli":
+    elif module == "kvconnector":
         check_cli(rest)
     elif module in ("minillm.prefill_server", "minillm.decode_server"):
         parse_config("prefill" if "prefill" in module else "decode", rest)

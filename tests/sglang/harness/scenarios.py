@@ -198,7 +198,7 @@ def metrics(pair, outcome):
     """Both engines' metrics, `kvconnector top` and the dashboard's queries show what was transferred."""
     crowd(pair, outcome)
     urls = [f"http://127.0.0.1:{engine.port}" for engine in (pair.prefill, pair.decode)]
-    command = [sys.executable, "-m", "kvconnector.cli", "top", "--count", "2", "--interval", "0.5"]
+    command = [sys.executable, "-m", "kvconnector", "top", "--count", "2", "--interval", "0.5"]
     shown = subprocess.run([*command, "--json", *urls], capture_output=True, text=True, check=False)
     outcome.check(f"top: {shown.stderr}", shown.returncode, 0)
     looks = [json.loads(line) for line in shown.stdout.splitlines()]

@@ -18,7 +18,7 @@ from tests.support.forked import environment
 from tests.support.keys import keyed_controls
 
 SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json"
-BENCH = [sys.executable, "-m", "kvconnector.cli", "bench"]
+BENCH = [sys.executable, "-m", "kvconnector", "bench"]
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ from scripts.benchmarks.__main__ import main
 
 PROGRAM = """
 import json, os, sys
-with open(LOG, "a") as log:
-    print(NAME, os.environ.get("KVCONNECTOR_PATHS_DIRECT", "any"), *sys.argv[1:-2], file=log)
-samples = [each * SECONDS for each in (3.0, 1.0, 2.0)]
-measurements = [
-    {"contender": CONTENDER, "samples_s": samples},
-    {"contender": "not measured", "samples_s": []},
-]
-json.dump({"cases": [{"case": "2 MiB", "measurements": measurements}]}, open(sys.argv[-1], "w"))
+def main():
+    with open(LOG, "a") as log:
+        print(NAME, os.environ.get("KVCONNECTOR_PATHS_DIRECT", "any"), *sys.argv[1:-2], file=log)
+    samples = [each * SECONDS for each in (3.0, 1.0, 2.0)]
+    measurements = [
+        {"contender": CONTENDER, "samples_s": samples},
+        {"contender": "not measured", "samples_s": []},
+    ]
+    json.dump({"cases": [{"case": "2 MiB", "measurements": measurements}]}, open(sys.argv[-1], "w"))
 """
 
 
@@ -28,10 +29,9 @@ def trees(tmp_path):
         package = tmp_path / name / "kvconnector"
         (package / "cli").mkdir(parents=True)
         (package / "__init__.py").write_text("")
-        (package / "cli" / "__init__.py").write_text("")
         named = {"LOG": str(tmp_path / "log"), "NAME": name, "SECONDS": seconds}
         lines = [f"{key} = {value!r}" for key, value in {**named, "CONTENDER": contender}.items()]
-        (package / "cli" / "__main__.py").write_text("\n".join(lines) + PROGRAM)
+        (package / "cli" / "__init__.py").write_text("\n".join(lines) + PROGRAM)
         found.append(str(package.parent))
     return found
 
@@ -54,7 +54,7 @@ def test_checkouts_take_turns_and_every_second_round_begins_with_the_other(
 
 
 def test_a_checkout_that_cannot_run_it_is_named(trees, tmp_path, capsys):
-    (tmp_path / "two" / "kvconnector" / "cli" / "__main__.py").write_text(
+    (tmp_path / "two" / "kvconnector" / "cli" / "__init__.py").write_text(
         "raise SystemExit('no GPU')"
     )
     assert main(["turns", *trees, "request"]) == 2

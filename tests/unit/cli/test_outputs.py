@@ -93,7 +93,6 @@ def call(words):
 NEEDED = {
     "top": ["127.0.0.1:1", "--count", "1"],
     "keygen": ["keys"],
-    "completion": ["bash"],
 }
 OPTIONS = [
     pytest.param(
