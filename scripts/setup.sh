@@ -14,9 +14,9 @@ KVC_CONSTRAINTS="$KVC_ROOT/constraints.txt"
 KVC_INPUTS="pyproject.toml constraints.txt scripts/setup.sh"
 KVC_PYTHONS=">=3.11"
 
-setup_demo() { _kvc_setup demo "cli,torch,ucx-cu12,examples"; }
-setup_test() { _kvc_setup test "cli,torch,ucx-cu12,examples,test"; }
-setup_check() { _kvc_setup check "cli,torch,ucx-cu12,examples,test,lint,docs"; }
+setup_demo() { _kvc_setup demo "ucx-cu12,examples"; }
+setup_test() { _kvc_setup test "ucx-cu12,test"; }
+setup_check() { _kvc_setup check "ucx-cu12,test,lint,docs"; }
 
 _kvc_fits() {
   "$1" - "$KVC_PYTHONS" 2>/dev/null <<'PY'
