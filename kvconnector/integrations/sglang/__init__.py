@@ -1,7 +1,8 @@
 """The entry point of the SGLang backend. SGLang's plugin loader calls `register` in every process.
 
 SGLang lists its transfer backends in an Enum and finds their classes with a chain of comparisons. `register` replaces
-the Enum by one that has our backend too, and wraps the lookup. In a server's main process it also wraps the request to
+the Enum by one that has our backend too, and wraps the lookup. It wraps the check of a model's options, which refuses
+all backends but one for a cache that is split by layers. In a server's main process it also wraps the request to
 release memory, so that one that failed has an error for its answer. It imports and changes nothing else, because it
 also runs where another backend is chosen.
 """
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 NAME = "kvconnector"
 UTILS = "sglang.srt.disaggregation.utils"
 CONTROLS = "sglang.srt.managers.tokenizer_control_mixin"
+OPTIONS_OF_MODEL = "handle_model_specific_adjustments"
 
 
 def register() -> None:
@@ -42,11 +44,40 @@ def register() -> None:
 
 
 def add_choice() -> None:
-    """Let SGLang's command line accept the backend's name. Idempotent."""
+    """Let SGLang's command line accept the backend's name, and a cache split by layers with it. Idempotent."""
     from sglang.srt.arg_groups import choices
 
-    if NAME not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
-        choices.add_disagg_transfer_backend_choices([NAME])
+    if NAME in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    choices.add_disagg_transfer_backend_choices([NAME])
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register_resolution_hook(OPTIONS_OF_MODEL)(admit_split)
+    except (ImportError, ValueError) as error:  # all else works
+        logger.warning("SGLang will refuse --enable-dsa-cache-layer-split: %s", error)
+
+
+def admit_split(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Let a model's options pass where SGLang splits a cache by layers, which it wants of the backend mooncake alone: a
+    hook around its step `OPTIONS_OF_MODEL`.
+
+    All other checks of the step run as ever. It reads what earlier steps have declared before it reads the options
+    themselves, so for its time one more declaration says that the backend is the one that it asks for.
+    """
+    is_ours = server_args.disaggregation_transfer_backend == NAME
+    if not (is_ours and server_args.enable_dsa_cache_layer_split):
+        previous(server_args)
+        return
+    declared = (NAME, {"disaggregation_transfer_backend": "mooncake"})
+    server_args._resolved_overrides.append(declared)
+    try:
+        previous(server_args)
+    finally:
+        # others may be equal, and this one is no longer the last
+        server_args._resolved_overrides[:] = [
+            each for each in server_args._resolved_overrides if each is not declared
+        ]
 
 
 def platform() -> None:

@@ -60,6 +60,7 @@ from kvconnector.integrations.sglang.settings import (
     refuse_unsupported,
 )
 from kvconnector.integrations.sglang.shared import NOT_RELEASED, check_release
+from kvconnector.integrations.sglang.split import check_option
 from kvconnector.integrations.sglang.transfers import (
     LoadedPrompt,
     SentPrompt,
@@ -437,8 +438,6 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE off": not (
             is_prefill or envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         ),
-        # each rank then has some layers
-        "enable_dsa_cache_layer_split": getattr(parallel, "enable_dsa_cache_layer_split", False),
         # its recurrent states are split among ranks whose attention is not
         "enable_cp_tp_group_sharing": getattr(parallel, "enable_cp_tp_group_sharing", False),
         # the number of data-parallel ranks changes
@@ -482,8 +481,21 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
     model = ModelConfig.from_server_args(server_args)
     tp_rank, tp_size = parallel.attn_tp_rank, parallel.attn_tp_size
     pp_rank, pp_size = args.pp_rank, parallel.pp_size
+    cp_rank, cp_size = parallel.attn_cp_rank, parallel.attn_cp_size
     num_layers = model.num_hidden_layers
     stage = range(*get_pp_indices(num_layers, pp_rank, pp_size))
+    is_split = bool(getattr(parallel, "enable_dsa_cache_layer_split", False))
+    if is_split:
+        check_release("SPLIT")
+        check_option(
+            is_prefill=is_prefill,
+            states=args.state_types,
+            num_ranks=cp_size,
+            num_layers=num_layers,
+        )
+        # the ranks of context parallelism are stages: see `split.py`
+        stage = range(args.prefill_start_layer, args.prefill_end_layer)
+        pp_rank, pp_size = pp_rank * cp_size + cp_rank, pp_size * cp_size
     has_latent = has_latent or args.is_hybrid_mla_backend
     windows: set[int] = set()
     if "swa" in args.state_types:
@@ -505,7 +517,8 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         pp_rank=pp_rank,
         pp_size=pp_size,
         is_prefill=is_prefill,
-        replica=parallel.attn_cp_rank,
+        replica=0 if is_split else cp_rank,
+        is_split=is_split,
         num_layers=num_layers,
         kv_heads=kv_heads,
         window_heads=model.get_swa_num_kv_heads(1),

@@ -94,6 +94,8 @@ class Shape:
     is_prefill: bool
     replica: int = 0
     """Which of the copies of a tensor rank's caches this rank has: its rank in prefill context parallelism."""
+    is_split: bool = False
+    """True if the ranks of prefill context parallelism are stages, each with layers of its own: see `split.py`."""
     num_layers: int
     kv_heads: int
     window_heads: int

@@ -24,6 +24,7 @@ from kvconnector.integrations.sglang.recompute import Recomputer
 from kvconnector.integrations.sglang.registry import Finder, Poster
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import PrefillEngines
+from kvconnector.integrations.sglang.split import joined_groups
 from kvconnector.integrations.sglang.stats import RankStats
 from kvconnector.runtime import Worker
 from kvconnector.runtime.channels import open_control
@@ -71,7 +72,7 @@ class RankTransfers:
         args: SGLang's `KVArgs`, filled: the rank's pools.
         shape: The rank's place and the model's heads and layers, which `args` lacks.
         model: The model's name, on which both engines must agree.
-        gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it once.
+        gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it as often.
         directory_port: Where a prefill engine's directory service listens, if that is free and no setting says another:
             an engine that is started again should be found where it was.
         dp_rank: The engine's data-parallel rank in its server.
@@ -111,7 +112,7 @@ class RankTransfers:
         self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
-        groups, kinds = registered_groups(args, shape, self.rows)
+        groups, kinds = joined_groups(*registered_groups(args, shape, self.rows), shape, gather)
         self.layout = Layout(kinds, args.page_size, len(args.state_types))
         self.rank = rank = Rank(shape.pp_rank, shape.replica * shape.tp_size + shape.tp_rank)
         self.worker = Worker(

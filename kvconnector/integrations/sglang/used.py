@@ -220,3 +220,25 @@ SPARSE: tuple[Entry, ...] = (
     Unchanged(f"{V4}.get_unified_swa_ring_buf_infos", ("2c417142758d7a7d", "b108d521071c9979")),
 )
 """What only models with sparse attention and DeepSeek-V4 use: elsewhere it may differ."""
+
+SPLITS = "srt/mem_cache/dsa_cache_layer_split.py"
+SPLIT: tuple[Entry, ...] = (
+    # which layers a rank has, and that it lists these alone
+    Fields(f"{CONN}:KVArgs", ("prefill_start_layer", "prefill_end_layer")),
+    Mentioned("srt/arg_groups/field_order.py", ("enable_dsa_cache_layer_split",)),
+    Unchanged(f"{SPLITS}:LayerSplitDSATokenToKVPool._create_buffers", ("4bf2ec646c12caa6",)),
+    Unchanged(
+        f"{SPLITS}:LayerSplitDSATokenToKVPool.get_contiguous_buf_infos", ("4c8b1c81473223da",)
+    ),
+    Unchanged(
+        f"{SPLITS}:LayerSplitDSATokenToKVPool._owned_local_layer_range", ("ee2b7970a3b3b790",)
+    ),
+    Unchanged(f"{SPLITS}:LayerSplitIndexKeyCache.state_buf_infos", ("41ce83d33417e1f1",)),
+    # that its options pass with a backend of another name
+    Name("srt/arg_groups/resolution_hooks.py:register_resolution_hook", ("name",)),
+    Mentioned("srt/arg_groups/resolution_hooks.py", ("handle_model_specific_adjustments",)),
+    Unchanged(
+        "srt/arg_groups/model_override_base.py:ResolvingConfig.__getattr__", ("03ce32d3ce80294c",)
+    ),
+)
+"""What only a sparse cache uses whose layers are split among the ranks of context parallelism."""

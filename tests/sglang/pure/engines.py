@@ -33,7 +33,9 @@ class Gathered:
         def gather(payload):
             self._given[index] = payload
             self._barrier.wait()
-            return list(self._given)
+            found = list(self._given)
+            self._barrier.wait()  # nobody gives the next one before all have these
+            return found
 
         return gather
 

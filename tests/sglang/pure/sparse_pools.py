@@ -20,7 +20,9 @@ WINDOW = 128
 
 @dataclass(frozen=True)
 class SparseModel:
-    """DSA if `ratios` is None; layers in `shared` then use another layer's selection. Else DeepSeek-V4."""
+    """DSA if `ratios` is None; layers in `shared` then use another layer's selection. Else DeepSeek-V4. `draft` layers
+    of a draft model follow.
+    """
 
     layers: int
     ratios: tuple[int, ...] | None = None
@@ -31,7 +33,8 @@ class SparseModel:
 class SparsePools:
     """One rank's tensors, uint8 `[items, bytes]`, and its `KVArgs`.
 
-    `ring` is the number of states in a page's ring, 16 where an engine speculates.
+    `ring` is the number of states in a page's ring, 16 where an engine speculates. `owners`: the layers of each stage,
+    where these are ranks of context parallelism that split DSA's layers. SGLang then lists a draft model in the last.
     """
 
     def __init__(
@@ -46,9 +49,15 @@ class SparsePools:
         ring=8,
         pages=12,
         slots=3,
+        owners=None,
     ):
         self.model, self.page_size, self.ring = model, page_size, ring
-        self._random = np.random.default_rng(1 + is_prefill)
+        stages = owners or [each.tolist() for each in np.array_split(range(model.layers), pp_size)]
+        self.layers = stages[rank[0]]
+        self.drafted = range(model.layers, model.layers + model.draft)
+        if owners and rank[0] < pp_size - 1:
+            self.drafted = range(0)
+        self._random = np.random.default_rng([1 + is_prefill, rank[0]])
         self._pages, self._slots = pages, slots
         self.args = SimpleNamespace(page_size=page_size, num_draft_entries=0, kv_layer_ids=[])
         self.args.mla_compression_ratios = model.ratios
@@ -70,11 +79,12 @@ class SparsePools:
             num_layers=model.layers,
             kv_heads=1,
             window_heads=1,
-            kv_layers=range(model.layers),
+            kv_layers=self.layers,
             window_layers=(),
             has_latent=True,
             device="cpu",
             dtype="uint8",
+            is_split=owners is not None,
         )
 
     def _make(self, layers, items, nbytes):
@@ -91,7 +101,8 @@ class SparsePools:
         return [list(column) for column in zip(*columns, strict=True)]
 
     def _dsa(self, states):
-        layers = range(self.model.layers)
+        layers = [*self.layers, *self.drafted]
+        self.args.num_draft_entries = len(self.drafted)
         self.kv = self._make(layers, self._pages, self.page_size * 656)
         self.index = self._make(layers, self._pages, self.page_size * sum(INDEX))
         self.args.state_types.append("dsa")
@@ -106,7 +117,6 @@ class SparsePools:
             return -(-rows * sum(LATENT) // 576) * 576
 
         of4, of128 = ([at for at, m in enumerate(model.ratios) if m == ratio] for ratio in (4, 128))
-        drafted = range(model.layers, model.layers + model.draft)
         self.c4 = self._make(of4, pages, page(size // 4))
         self.index = self._make(of4, pages, size // 4 * sum(INDEX))
         self.c128 = self._make(of128, pages, page(size // 128))
@@ -114,7 +124,7 @@ class SparsePools:
         self.c4_state = self._make(of4, pages * self.ring, 8192)
         self.index_state = self._make(of4, pages * self.ring, 2048)
         self.c128_state = self._make(of128, self._slots * 128, 4096)
-        self.draft_window = self._make(drafted, pages, page(size))
+        self.draft_window = self._make(self.drafted, pages, page(size))
         self.args.state_types.append("swa")
         states.append(
             self._listed(
