@@ -590,9 +590,6 @@ def test_context_parallelism_is_for_copies_in_prefill_engines(backend):
     parallel.attn_cp_size, parallel.attn_cp_rank = 2, 0
     with pytest.raises(ConfigError, match="attn_cp_size=2"):
         Side(backend, "decode", 16, "cpu")
-    parallel.enable_dsa_cache_layer_split = True
-    with pytest.raises(ConfigError, match="enable_dsa_cache_layer_split"):
-        Side(backend, "prefill", 16, "cpu")
 
 
 def test_sglangs_checksum_of_whole_pages_is_refused(backend):

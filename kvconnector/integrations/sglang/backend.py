@@ -443,7 +443,8 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         # the number of data-parallel ranks changes
         "max_ep_size": getattr(parallel, "max_ep_size", None),
         "ep_join_mode": getattr(parallel, "ep_join_mode", None),
-        # ranks of a prefill engine have whole copies; latents beside recurrent states are kept in shards
+        # ranks of a prefill engine have whole copies, or layers each (`split.py`); latents beside recurrent states are
+        # kept in shards
         "attn_cp_size": (
             parallel.attn_cp_size if not is_prefill or args.is_hybrid_mla_backend else 1
         ),
