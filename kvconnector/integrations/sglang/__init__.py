@@ -65,16 +65,19 @@ def admit_split(server_args: Any, previous: Callable[[Any], None]) -> None:
     All other checks of the step run as ever. It reads what earlier steps have declared before it reads the options
     themselves, so for its time one more declaration says that the backend is the one that it asks for.
     """
-    is_ours = server_args.disaggregation_transfer_backend == NAME
-    if not (is_ours and server_args.enable_dsa_cache_layer_split):
+    is_ours = getattr(server_args, "disaggregation_transfer_backend", "") == NAME
+    is_split = getattr(server_args, "enable_dsa_cache_layer_split", False)
+    declarations = getattr(server_args, "_resolved_overrides", None)
+    # a release without any of these refuses the option, or has not got it
+    if not (is_ours and is_split and isinstance(declarations, list)):
         previous(server_args)
         return
     declared = (NAME, {"disaggregation_transfer_backend": "mooncake"})
-    server_args._resolved_overrides.append(declared)
+    declarations.append(declared)
     try:
         previous(server_args)
     finally:
-        # others may be equal, and this one is no longer the last
+        # it is no longer the last one
         server_args._resolved_overrides[:] = [
             each for each in server_args._resolved_overrides if each is not declared
         ]
