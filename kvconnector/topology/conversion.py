@@ -1,9 +1,9 @@
 """Elements whose type or scales differ between two engines: which of them are converted on the way, and why others not.
 
-A part states the type of its elements if these are numbers of one of `geometry.ELEMENTS`. Others are bytes without a
-meaning here: planes of values and scales, packed formats, states. An fp8 number times its scale is its value; the group
-states the scales. A copy converts: a direct read, or at one end of a packed read, so that what travels is the narrower
-of both types.
+Elements are converted if their type is one of `geometry.ELEMENTS`. Others are bytes without a meaning here: planes of
+values and scales, packed formats, states. If such a part states a type, the other engine's must be the same. An fp8
+number times its scale is its value; the group states the scales. A copy converts: a direct read, or at one end of a
+packed read, so that what travels is the narrower of both types.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.topology.geometry import (
+    ELEMENTS,
     FP8_ELEMENTS,
     ROUNDINGS,
     EngineGeometry,
@@ -126,7 +127,7 @@ def obstacle(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> str:
 def _own_obstacle(engine: EngineGeometry, index: int) -> str:
     """Return why numbers of a cache group of one engine cannot be converted, whatever the other engine's are."""
     name, group = engine.engine_id, engine.ranks[0].groups[index]
-    if unknown := [part.name for part in group.parts if not part.element]:
+    if unknown := [part.name for part in group.parts if part.element not in ELEMENTS]:
         return f"the elements of {', '.join(unknown)} in {name} have no type that can be converted"
     kinds = [
         {(group.parts[i].element, group.parts[i].rounding) for i in family.part_indices}

@@ -29,6 +29,8 @@ UNKNOWN_ROUNDING = "unknown"
 """What an engine states whose kernel stores fp8 by none of `ROUNDINGS`: nothing is converted for it."""
 REPLICAS_BY_INDEX = 1
 """The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
+MAX_ELEMENT_LENGTH = 32
+"""The most characters of the name of a type of elements."""
 _DIGEST_BYTES = 8
 
 
@@ -37,9 +39,10 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
     share in global head numbering. `memory_order` is as `layout.memory_orders` returns it, or empty if it is not known.
-    `element` is the type of the elements, one of `ELEMENTS`, if they are numbers that another engine may have in
-    another type; else empty, and they are moved as bytes. An fp8 number times its scale in `GroupGeometry.scales` is a
-    value. `rounding` is the rule by which the engine stores values in fp8, one of `ROUNDINGS`.
+    `element` is the type of the elements: one of `ELEMENTS` if another engine may have them in another of these, or any
+    name, on which both must agree. If it is empty, bytes are moved, whatever the other engine states. An fp8 number
+    times its scale in `GroupGeometry.scales` is a value. `rounding` is the rule by which the engine stores values in
+    fp8, one of `ROUNDINGS`.
 
     Raises GeometryError: the head range is empty or beyond the model's heads, a size is below one, or the
     element's type has another size.
@@ -52,7 +55,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     head_dim: int
     item_size_bytes: int
     memory_order: Annotated[str, Meta(max_length=6, pattern="^[LB2HND]*$")] = ""
-    element: Annotated[str, Meta(max_length=32, pattern="^[a-z0-9_]*$")] = ""
+    element: Annotated[str, Meta(max_length=MAX_ELEMENT_LENGTH, pattern="^[a-z0-9_]*$")] = ""
     rounding: Annotated[str, Meta(max_length=32, pattern="^[a-z0-9_]+$")] = "nearest"
 
     def __post_init__(self) -> None:

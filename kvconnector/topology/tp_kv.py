@@ -218,9 +218,9 @@ class TpKVTopology:
         """
         num_common = self.engine.num_common(remote)
         ours, theirs = agreed_values(self.engine, num_common), agreed_values(remote, num_common)
-        engine_id, peer_id = self.engine.engine_id, remote.engine_id
+        our_name, peer_name = _names(self.engine, remote)
         differing = {
-            name: {engine_id: value, peer_id: theirs[name]}
+            name: {our_name: value, peer_name: theirs[name]}
             for name, value in ours.items()
             if name in theirs and value != theirs[name]
         }
@@ -239,10 +239,10 @@ class TpKVTopology:
                 common_stripes(mine.context_parallel, other.context_parallel)
         except GeometryError as error:
             raise IncompatiblePeerError(
-                error.message, engine=engine_id, peer=peer_id, **error.context
+                error.message, engine=our_name, peer=peer_name, **error.context
             ) from error
-        self._remotes.pop(peer_id, None)
-        self._remotes[peer_id] = remote
+        self._remotes.pop(remote.engine_id, None)
+        self._remotes[remote.engine_id] = remote
         if len(self._remotes) > MAX_REMOTES:
             del self._remotes[next(iter(self._remotes))]
 
@@ -479,8 +479,8 @@ class TpKVTopology:
             elif numbers_differ(self.engine, remote, index):
                 elements = [elements_text(engine, index) for engine in engines]
                 if elements[0] != elements[1]:
-                    ids = [engine.engine_id for engine in engines]
-                    differing["elements" + end] = dict(zip(ids, elements, strict=True))
+                    names = _names(*engines)
+                    differing["elements" + end] = dict(zip(names, elements, strict=True))
                 reasons += f"; {obstacle(self.engine, remote, index)}"
         if converted and all(explains(one.model.dtype, one, range(num_common)) for one in engines):
             differing.pop("dtype", None)
@@ -533,6 +533,12 @@ class TpKVTopology:
                 head_token_bytes=min(family.head_token_bytes, theirs.head_token_bytes),
                 stripe=stripe,
             )
+
+
+def _names(ours: EngineGeometry, theirs: EngineGeometry) -> tuple[str, str]:
+    """Return what errors call two engines, also if an operator has given both the same id."""
+    same = ours.engine_id == theirs.engine_id
+    return ours.engine_id, f"{theirs.engine_id} (remote)" if same else theirs.engine_id
 
 
 def _reason(differing: Mapping[str, Mapping[str, object]]) -> str:

@@ -15,6 +15,7 @@ import torch
 from kvconnector.errors import (
     ConfigError,
     GeometryError,
+    IncompatiblePeerError,
     LeaseExpiredError,
     LocalError,
     MemoryInUseError,
@@ -544,6 +545,21 @@ def test_a_retracted_prompt_that_no_server_computes_fails_alone(backend, monkeyp
             _until(FAILED, decode_req.kv_receiver)
             with pytest.raises(error, match=text):
                 decode_req.kv_receiver.failure_exception()
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"])
+def test_states_of_another_type_with_as_many_bytes_are_refused(backend, monkeypatch, variable):
+    """Their bytes would arrive, and read as other numbers."""
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "bfloat16")
+    with closing(Side(backend, "prefill", 16, "cpu", "mamba")) as prefill:
+        monkeypatch.setenv(variable, "float16")
+        with closing(Side(backend, "decode", 32, "cpu", "mamba")) as decode:
+            _, sender, receiver = _asked(backend, (prefill, decode))
+            _send_first(prefill, sender)
+            _load(decode, receiver)
+            _until(FAILED, receiver)
+            with pytest.raises(IncompatiblePeerError, match="elements"):
+                receiver.failure_exception()
 
 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):

@@ -175,6 +175,17 @@ def test_an_engine_that_takes_planes_for_rows_is_told_why_it_is_refused():
     assert "scales" not in str(refused.value)
 
 
+def test_an_engine_of_our_name_is_refused_like_any_other():
+    """Two engines may be started with the same `engine_id`."""
+    ours, theirs = (
+        engine(),
+        relisted(mla(tp_size=2), mla(tp_size=2).ranks, engine_id=engine().engine_id),
+    )
+    with pytest.raises(IncompatiblePeerError) as refused:
+        topology(ours).check_compatible(theirs)
+    assert len(refused.value.context["parts"]) == 2
+
+
 def scaled(scale_of, **cut):
     """Make an engine whose ranks state the scales `scale_of(layer, part, heads)` of quantised numbers."""
 

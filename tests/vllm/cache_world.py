@@ -9,10 +9,12 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.layout import ContextParallel
+from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry, TpKVTopology
 
 BLOCKS, HEADS, SIZE, DIM, LAYERS = 5, 2, 32, 32, 3
 NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
@@ -133,3 +135,21 @@ def registered(
     config, caches = one_group(spec, layout, kernel_block_size)
     (group,) = register_groups(vllm_config(backend, **engine), config, caches, place)
     return group, caches
+
+
+def engine_of(groups, name="e"):
+    """Return an engine of one rank with these registered groups, as it introduces itself to another one."""
+    rank = RankGeometry(
+        pp_rank=0, tp_rank=0, groups=tuple(group.cache.geometry for group in groups)
+    )
+    model = ModelDescription(model="m", dtype="float32", num_layers=LAYERS)
+    return EngineGeometry(engine_id=name, tp_size=1, pp_size=1, model=model, ranks=(rank,))
+
+
+def refused_for(ours, theirs):
+    """Return the names of the values for which an engine refuses to read another one; none if it reads it."""
+    try:
+        TpKVTopology(ours, Rank(0, 0)).check_compatible(theirs)
+    except IncompatiblePeerError as error:
+        return {*error.context}
+    return set()

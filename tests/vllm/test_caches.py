@@ -24,10 +24,12 @@ from tests.vllm.cache_world import (
     NAMES,
     SIZE,
     attention,
+    engine_of,
     one_group,
     placed,
     raw,
     read,
+    refused_for,
     registered,
     vllm_config,
 )
@@ -345,6 +347,48 @@ def test_other_states_need_equal_engines():
     cache = LayerCache("l", other, torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes))
     parts = [state_parts(cache, TpSplit(0, size), is_dim_first=True) for size in (1, 2)]
     assert parts[0][0][0].name != parts[1][0][0].name
+
+
+def states(kind, dtypes):
+    """Return an engine whose states are of these types, each with as many shapes as types."""
+    spec = kv.MambaSpec(
+        block_size=SIZE,
+        shapes=((24, 3), (24, 16))[: len(dtypes)],
+        dtypes=dtypes,
+        mamba_type=MambaAttentionBackendEnum[kind],
+    )
+    group, _ = registered(spec, backend=kind)
+    return engine_of([group])
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind, ours, theirs",
+    [
+        ("MAMBA1", (BF16, BF16), (FP16, FP16)),  # another --dtype beside a cache in fp8
+        ("MAMBA1", (BF16, BF16), (BF16, FP16)),  # --mamba-ssm-cache-dtype
+        ("MAMBA1", (BF16, FP32), (FP16, FP32)),
+        ("SHORT_CONV", (BF16,), (FP16,)),
+        ("LINEAR", (FP32,), (torch.int32,)),
+    ],
+    ids=str,
+)
+def test_states_of_another_type_with_as_many_bytes_are_refused(kind, ours, theirs):
+    """Their bytes would arrive, and read as other numbers."""
+    for each, other in ((ours, theirs), (theirs, ours)):
+        assert "elements" in refused_for(states(kind, each), states(kind, other))
+        assert refused_for(states(kind, each), states(kind, each)) == set()
+
+
+def test_rings_of_another_type_with_as_many_bytes_are_refused():
+    bf16, fp16 = (
+        engine_of([registered(attention(kv.CircularBufferSpec, dtype=dtype))[0]])
+        for dtype in (BF16, FP16)
+    )
+    assert "elements" in refused_for(bf16, fp16)
+    assert refused_for(bf16, bf16) == set()
 
 
 ACCEPTED_KINDS = {

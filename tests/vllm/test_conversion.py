@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -24,8 +25,10 @@ from tests.vllm.cache_world import (
     NAMES,
     SIZE,
     attention,
+    engine_of,
     one_group,
     placed,
+    refused_for,
     registered,
     vllm_config,
 )
@@ -70,6 +73,36 @@ def flash_impl(kv_cache_dtype):
     impl = object.__new__(FlashAttentionImpl)
     impl.attn_type, impl.kv_cache_dtype, impl.head_size = "decoder", kv_cache_dtype, DIM
     return impl
+
+
+PACKED_FP8 = {
+    "dtype": torch.float8_e4m3fn,
+    "kv_quant_mode": kv.KVQuantMode.FP8_PER_TOKEN_HEAD,
+    "state_content_bytes": 2 * DIM + 8,
+}
+INDEX = {"num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8, "block_size": 64}
+
+
+@pytest.mark.parametrize(
+    "spec, backend",
+    [
+        (attention(**FP8), "FLASH_ATTN"),
+        (attention(**PACKED_FP8), "TRITON_ATTN"),
+        (attention(kv.MLAAttentionSpec, **INDEX), "DEEPSEEK_V32_INDEXER"),
+    ],
+    ids=["numbers", "scales of each token and head", "planes"],
+)
+def test_gpus_with_an_fp8_of_their_own_are_refused(monkeypatch, spec, backend):
+    """AMD's MI300 has `float8_e4m3fnuz`, in which the bytes of another GPU's fp8 are half of its numbers."""
+    layer = layer_of(FakeImpl(lambda *_: None), "fp8")
+    usual = engine_of([registered(spec, backend=backend, layer=layer)[0]])
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    fnuz = engine_of([registered(spec, backend=backend, layer=layer)[0]])
+    for ours, theirs in ((usual, fnuz), (fnuz, usual)):
+        assert "elements" in refused_for(ours, theirs)
+        assert refused_for(ours, ours) == set()
+    plain = {"dtype": torch.bfloat16}
+    assert registered(attention(**plain))[0].cache.geometry.parts[0].element == "bfloat16"
 
 
 class FakeImpl:

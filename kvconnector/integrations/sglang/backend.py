@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.base.conn import (
@@ -537,7 +538,12 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
             is_scaled=_is_scaled(model),
         ),
     )
-    if "mamba" not in args.state_types or model.hf_config.model_type not in MAMBA_2:
+    if "mamba" not in args.state_types:
+        return shape
+    types = mamba2_state_dtype(model.hf_config)
+    names = (str(each).removeprefix("torch.") for each in (types.conv, types.temporal))
+    shape = replace(shape, state_element="_".join(("states", *names)))
+    if model.hf_config.model_type not in MAMBA_2:
         return shape
     return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))
 

@@ -84,7 +84,8 @@ class Shape:
     latent counts as one. `kv_layers` and `window_layers` are the global indices of the stage's layers of both kinds.
     `conv_heads` are this rank's channels in each part of a Mamba 2 convolution, which SGLang does not list.
     `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token. `numbers`
-    are the elements of the model's own K and V.
+    are the elements of the model's own K and V. `state_element` names recurrent states' types, which `KVArgs` does not
+    list: states of other types may have as many bytes.
     """
 
     tp_rank: int
@@ -107,6 +108,7 @@ class Shape:
     conv_heads: Sequence[Heads] = ()
     accumulates_c128: bool = False
     numbers: Numbers = BYTES
+    state_element: str = ""
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -348,7 +350,12 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
             (each.layer, _state_views(each, at, args, index, shape))
             for at, each in enumerate(buffers)
         ]
-        return _group(states, 1, shape)  # a block is one slot, and counts as one token
+        group = _group(states, 1, shape)  # a block is one slot, and counts as one token
+        parts = tuple(
+            msgspec.structs.replace(part, element=shape.state_element)
+            for part in group.geometry.parts
+        )
+        return replace(group, geometry=msgspec.structs.replace(group.geometry, parts=parts))
     layout = getattr(
         args, "swa_kv_cache_layout", "nhd"
     )  # since 0.5.22; before there was this one alone

@@ -27,7 +27,7 @@ from kvconnector.integrations.vllm.latents import (
 from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
-from kvconnector.topology.geometry import ROUNDINGS
+from kvconnector.topology.geometry import MAX_ELEMENT_LENGTH, ROUNDINGS
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
@@ -118,7 +118,7 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
     _check_attention(cache, block_size)
     tensor = cache.tensor
     if cache.is_ring:
-        return [_ring_part(tensor)]
+        return [_ring_part(cache)]
     if is_latent(spec):
         return _latent_parts(cache)
     total, heads = cut.heads(cache)
@@ -132,9 +132,10 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
             known=sorted(PACKED_CONTENT | {CPU_ATTENTION}),
         )
     if spec.state_content_bytes is not None:
-        return [_part("kv", view_of(tensor), total, heads)]
+        return [_part("kv", view_of(tensor), total, heads, cache.element)]
     k, v = tensor[..., : spec.head_size], tensor[..., spec.head_size :]
-    return [_part(name, view_of(part), total, heads, cache) for name, part in (("k", k), ("v", v))]
+    numbers = {"element": cache.element, "rounding": cache.rounding}
+    return [_part(n, view_of(part), total, heads, **numbers) for n, part in (("k", k), ("v", v))]
 
 
 def is_latent(spec: AttentionSpec) -> bool:
@@ -175,7 +176,8 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
             strides=tuple(tensor.stride()),
         )
     if not planes:
-        return [_part("latent", view_of(tensor), 1, range(1), cache)]
+        numbers = {"element": cache.element, "rounding": cache.rounding}
+        return [_part("latent", view_of(tensor), 1, range(1), **numbers)]
     num_blocks, _, rows, _ = tensor.shape
     # elements keep the tensor's type, in which unwritten slots are cleared
     item = tensor.element_size()
@@ -197,15 +199,16 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
     for name, nbytes in planes:
         shape = (num_blocks, 1, rows, nbytes // item)
         view = KVView(address, shape, (block_stride, block_stride, nbytes, item), item)
-        parts.append(_part(name, view, 1, range(1)))
+        parts.append(_part(name, view, 1, range(1), cache.element))
         address += rows * nbytes
     return parts
 
 
-def _ring_part(tensor: torch.Tensor) -> Part:
+def _ring_part(cache: LayerCache) -> Part:
     """Return the part of a ring: a block has all of a request's recent tokens, each at its position modulo the ring's
     length. Nobody divides it, so its bytes are one head of one token.
     """
+    tensor = cache.tensor
     item = tensor.element_size()
     nbytes = prod(tensor.shape[1:]) * item
     if not tensor[0].is_contiguous():
@@ -217,7 +220,7 @@ def _ring_part(tensor: torch.Tensor) -> Part:
         (stride, stride, stride, item),
         item,
     )
-    return _part("ring", view, 1, range(1))
+    return _part("ring", view, 1, range(1), cache.element or _type_name(tensor.dtype))
 
 
 def _check_pages(cache: LayerCache) -> None:
@@ -267,9 +270,15 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
 
 
 def _part(
-    name: str, view: KVView, total: int, heads: range, numbers: LayerCache | None = None
+    name: str,
+    view: KVView,
+    total: int,
+    heads: range,
+    element: str = "",
+    *,
+    rounding: str = ROUNDINGS[0],
 ) -> Part:
-    """Return a part. `numbers`: the layer, if the part's elements are its numbers."""
+    """Return a part, with the type of its elements, if any, and the rule by which they are stored."""
     geometry = PartGeometry(
         name=name,
         total_heads=total,
@@ -277,8 +286,8 @@ def _part(
         head_stop=heads.stop,
         head_dim=view.head_dim,
         item_size_bytes=view.item_size_bytes,
-        element=numbers.element if numbers else "",
-        rounding=numbers.rounding if numbers else ROUNDINGS[0],
+        element=element,
+        rounding=rounding,
     )
     return geometry, view
 
@@ -307,7 +316,7 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             tuple(item * step for step in (tensor.stride(0), part.head, part.token, part.dim)),
             item,
         )
-        parts.append(_part(part.name, view, total, heads, cache))
+        parts.append(_part(part.name, view, total, heads, cache.element, rounding=cache.rounding))
     return parts
 
 
@@ -324,11 +333,14 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
     spec: MambaSpec = cache.spec
     kind, state_bytes = spec.mamba_type.name, _state_bytes(spec)
     part = partial(_state_part, cache.tensor)
+    names = [_type_name(dtype) for dtype in spec.dtypes]
     if spec.tp_replicated or kind not in CUT_STATES or len(spec.shapes) != 2:
         # the part's name contains the size, so engines of other sizes refuse each other
         name = "state" if spec.tp_replicated else f"state-tp{cut.tp_size}"
         ranks = TpSplit(0, 1) if spec.tp_replicated else cut
-        return [part(name, ranks, (1, state_bytes), (state_bytes, 1), offset=0, item=1)]
+        element = "_".join(("bytes_of", *dict.fromkeys(names)))[:MAX_ELEMENT_LENGTH]
+        shape = (1, state_bytes)
+        return [part(name, ranks, shape, (state_bytes, 1), offset=0, item=1, element=element)]
     (rows, columns), temporal = spec.shapes
     channels, width = (rows, columns) if is_dim_first else (columns, rows)
     item = spec.dtypes[0].itemsize
@@ -336,11 +348,13 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
     parts, first = [], 0
     for name, count in _channels(kind, channels, temporal):
         shape, offset = (count, width), first * strides[0]
-        parts.append(part(f"conv-{name}", cut, shape, strides, offset=offset, item=item))
+        of_conv = {"item": item, "element": names[0]}
+        parts.append(part(f"conv-{name}", cut, shape, strides, offset=offset, **of_conv))
         first += count
     offset, item, dim = channels * width * item, spec.dtypes[1].itemsize, prod(temporal[1:])
     shape, strides = (temporal[0], dim), (dim * item, item)
-    parts.append(part("temporal", cut, shape, strides, offset=offset, item=item))
+    of_heads = {"item": item, "element": names[1]}
+    parts.append(part("temporal", cut, shape, strides, offset=offset, **of_heads))
     found = sum(view.num_heads * view.head_dim * view.item_size_bytes for _, view in parts)
     if found != state_bytes:
         raise GeometryError(
@@ -363,9 +377,11 @@ def _state_part(
     *,
     offset: int,
     item: int,
+    element: str,
 ) -> Part:
     """Return the part of one rank's channels or state heads. `shape` is their number and their elements, `offset` the
-    first one's byte in a page. All ranks have equally many, in rank order.
+    first one's byte in a page. All ranks have equally many, in rank order. `element` is their type, on which engines
+    must agree: one that loads states of another type with as many bytes would read other numbers.
     """
     (units, dim), (unit_stride, dim_stride) = shape, strides
     block_stride = tensor.stride(0) * tensor.element_size()
@@ -377,7 +393,7 @@ def _state_part(
     )
     total = units * cut.tp_size
     heads = TpKVTopology.heads_of(total, tp_rank=cut.tp_rank, tp_size=cut.tp_size)
-    return _part(name, view, total, heads)
+    return _part(name, view, total, heads, element)
 
 
 def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -389,6 +405,10 @@ def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple
     if kind == "MAMBA2":
         return [("x", inner), ("B", side), ("C", side)]
     return [("Q", side), ("K", side), ("V", inner)]
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _state_bytes(spec: MambaSpec) -> int:

@@ -28,20 +28,30 @@ _FP8_NAMES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """vLLM's names of types for a cache."""
+PLAIN_BYTES, FNUZ_BYTES = "bytes", "fnuz_bytes"
+"""What packed caches state as their type, and any cache of bytes on GPUs whose fp8 is `float8_e4m3fnuz`."""
 
 
 def element_of(layer: Any, spec: Any, tensor: torch.Tensor, kv_cache_dtype: str) -> str:
-    """Return the type of an attention layer's elements as `PartGeometry.element`; "" if they are no plain numbers."""
+    """Return the type of an attention layer's elements as `PartGeometry.element`; "" if they have more than a byte and
+    are no plain numbers. Some GPUs of AMD have an fp8 of their own, so that a byte is another number there, alone or
+    packed with others.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-    if not isinstance(spec, AttentionSpec) or spec.state_content_bytes is not None:
+    if not isinstance(spec, AttentionSpec):
         return ""
-    if spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR and not current_platform.is_fp8_fnuz():
+    if tensor.element_size() == 1 and current_platform.is_fp8_fnuz():
+        return FNUZ_BYTES
+    if spec.state_content_bytes is not None:
+        return PLAIN_BYTES if tensor.element_size() == 1 else ""
+    if spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
         return _FP8_NAMES.get(str(getattr(layer, "kv_cache_dtype", kv_cache_dtype)), "")
     name = str(tensor.dtype).removeprefix("torch.")
-    is_plain = spec.kv_quant_mode is KVQuantMode.NONE and name not in FP8_ELEMENTS
-    return name if is_plain and name in ELEMENTS else ""
+    if tensor.element_size() == 1:
+        return PLAIN_BYTES
+    return name if spec.kv_quant_mode is KVQuantMode.NONE and name in ELEMENTS else ""
 
 
 class Rules:
