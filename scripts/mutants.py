@@ -4,6 +4,7 @@
     scripts/mutants --room planning      those of a room; may be repeated
     scripts/mutants --room vllm          those of vLLM's integration, in the environment of scripts/test_vllm
     scripts/mutants --file read_check    those of files whose path contains this
+    scripts/mutants --name "a lease"     those whose name contains this
     scripts/mutants --sample 20          20 of them, drawn by --seed
     scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
 
@@ -211,12 +212,20 @@ def _installed() -> set[str]:
 @click.command(context_settings={"show_default": True})
 @click.option("--room", "names", multiple=True, help="Only mutants of this room; may be repeated.")
 @click.option("--file", "path", default="", help="Only mutants of files whose path contains this.")
+@click.option("--name", "words", default="", help="Only mutants whose name contains this.")
 @click.option("--sample", type=int, help="Only this many, at random.")
 @click.option("--seed", default=0, help="Of the sample.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="At a time.")
 @click.option("--list", "is_list", is_flag=True, help="Print them and run nothing.")
 def main(
-    *, names: Sequence[str], path: str, sample: int | None, seed: int, jobs: int, is_list: bool
+    *,
+    names: Sequence[str],
+    path: str,
+    words: str,
+    sample: int | None,
+    seed: int,
+    jobs: int,
+    is_list: bool,
 ) -> None:
     """Make each known mistake in a copy of the tree. Exit status 1 if there are complaints."""
     with TABLE.open("rb") as file:
@@ -232,10 +241,12 @@ def main(
         )
         for name in names or rooms
         for mutant in rooms[name].mutants
-        if path in mutant.file
+        if path in mutant.file and words in mutant.name
     ]
     if sample is not None and sample < len(mutants):
         mutants = random.Random(seed).sample(mutants, sample)
+    if not mutants:
+        raise click.UsageError("no mutant is meant")
     if is_list:
         sys.exit(print_all(mutants))
     lacking = {mutant.needs for mutant in mutants if mutant.needs} - _installed()
