@@ -27,6 +27,7 @@ STORES = {
     "a scale for each int8 head": ("TRITON_ATTN", "int8_per_token_head", torch.int8),
     "a scale for each fp8 head": ("TRITON_ATTN", "fp8_per_token_head", torch.float8_e4m3fn),
     "a scale for each int4 head": ("TRITON_ATTN", "int4_per_token_head", torch.uint8),
+    "images and text by two backends": ("TRITON_FLASH_ATTN", "auto", torch.float32),
     "values of another size": ("TRITON_ATTN_DIFFKV", "auto", torch.float32),
     "turboquant with K in fp8": ("TURBOQUANT", "turboquant_k8v4", torch.uint8),
     "turboquant": ("TURBOQUANT", "turboquant_3bit_nc", torch.uint8),
@@ -35,6 +36,7 @@ STORES = {
 """The backend, vLLM's name of the type, and the elements of each cache."""
 MODULES = {
     "TRITON_ATTN": ("triton_attn", "TritonAttentionBackend"),
+    "TRITON_FLASH_ATTN": ("triton_flash_attn", "TritonFlashAttentionBackend"),
     "TRITON_ATTN_DIFFKV": ("triton_attn_diffkv", "TritonAttentionDiffKVBackend"),
     "TURBOQUANT": ("turboquant_attn", "TurboQuantAttentionBackend"),
     "ULTRAQUANT": ("ultraquant_attn", "UltraQuantAttentionBackend"),

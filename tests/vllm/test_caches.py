@@ -16,7 +16,7 @@ from kvconnector.integrations.vllm.caches import (
     layer_number,
     register_groups,
 )
-from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, state_parts
+from kvconnector.integrations.vllm.parts import PACKED_CONTENT, LayerCache, TpSplit, state_parts
 from tests.vllm.cache_world import (
     BLOCKS,
     DIM,
@@ -347,6 +347,25 @@ def test_other_states_need_equal_engines():
     cache = LayerCache("l", other, torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes))
     parts = [state_parts(cache, TpSplit(0, size), is_dim_first=True) for size in (1, 2)]
     assert parts[0][0][0].name != parts[1][0][0].name
+
+
+@pytest.mark.parametrize("name", ["TRITON_FLASH_ATTN", "TRITON_FLASHINFER"])
+def test_two_backends_that_share_a_cache_store_it_as_each_does_alone(name):
+    """vLLM's first choice for models that see images in both directions, as Gemma 3: on H100s, and on B200s."""
+    made = {
+        "TRITON_FLASH_ATTN": ("triton_flash_attn", "TritonFlashAttentionBackend"),
+        "TRITON_FLASHINFER": ("triton_flashinfer", "TritonFlashInferBackend"),
+    }
+    module, kind = made[name]
+    found = pytest.importorskip(f"vllm.v1.attention.backends.{module}", exc_type=ImportError)
+    backend = getattr(found, kind)
+    both = {each.get_name() for each in (backend.general_backend_cls, backend.causal_backend_cls)}
+    assert len(both) == 2
+    assert both < PACKED_CONTENT
+    assert [
+        part.name
+        for part in registered(attention(), backend=backend.get_name())[0].cache.geometry.parts
+    ] == ["k", "v"]
 
 
 def states(kind, dtypes):

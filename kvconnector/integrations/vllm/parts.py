@@ -44,12 +44,15 @@ PACKED_CONTENT = BLOCK_SPARSE | frozenset(
         "FLEX_ATTENTION",
         "TRITON_ATTN",
         "TRITON_ATTN_DIFFKV",
+        "TRITON_FLASHINFER",
+        "TRITON_FLASH_ATTN",
         "TURBOQUANT",
         "ULTRAQUANT",
     }
 )
 """Backends that store, for each block, head and token, first K's elements and then V's, or opaque quantised bytes of
-both, in the order of the tensor's shape."""
+both, in the order of the tensor's shape. The names of two are backends that share a cache: one for images, as Gemma's
+and vLLM's first choice for these, and one for all else."""
 CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
 """Kinds of layers with two states, a convolution's input and a state per head, in this order and both split evenly."""
 
