@@ -56,13 +56,19 @@ def cpu_name() -> str:
     return _found_in("/proc/cpuinfo", r"(?m)^model name\s*:\s*(.+)$") or platform.machine()
 
 
+def has_cuda_driver() -> bool:
+    """Returns True if this host has CUDA's driver, and so probably GPUs."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that torch can use; none if torch or the driver is missing."""
-    try:
-        ctypes.CDLL("libcuda.so.1")  # importing torch takes seconds
-    except OSError:
-        return ()
-    if importlib.util.find_spec("torch") is None:
+    # importing torch takes seconds
+    if not has_cuda_driver() or importlib.util.find_spec("torch") is None:
         return ()
     import torch
 

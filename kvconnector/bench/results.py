@@ -42,14 +42,19 @@ class Measurement(msgspec.Struct, frozen=True):
         return float(np.percentile(self.samples_s, percent)) if self.samples_s else math.nan
 
     def stated_s(self, percent: int) -> float:
-        """Return a percentile, NaN if it would be the longest sample under another name: p99 takes 100 samples."""
-        is_known = len(self.samples_s) * (100 - percent) >= 100 or percent == 50
+        """Return a percentile, NaN if it would be the longest sample under another name: see `fewest_samples`."""
+        is_known = len(self.samples_s) >= fewest_samples(percent)
         return self.percentile_s(percent) if is_known else math.nan
 
     @property
     def gigabytes_per_s(self) -> float | None:
         """Payload per median time, in 10^9 bytes per second."""
         return self.nbytes / self.percentile_s(50) / 1e9 if self.nbytes else None
+
+
+def fewest_samples(percent: int) -> int:
+    """Return how many samples a percentile takes: p90 takes 10, p99 takes 100, the median any."""
+    return 1 if percent == 50 else -(-100 // (100 - percent))
 
 
 class CaseResult(msgspec.Struct, frozen=True):
@@ -67,6 +72,13 @@ class CaseResult(msgspec.Struct, frozen=True):
         """Print tables of the times and of the other figures."""
         console.print(self.case, style="bold", soft_wrap=True)
         console.print(Fitted(_times(self)))
+        fewest = min(
+            (len(each.samples_s) for each in self.measurements if each.samples_s), default=0
+        )
+        left_out = [p for p in PERCENTILES if 0 < fewest < fewest_samples(p)]
+        if left_out:
+            text = ", ".join(f"p{p} takes {fewest_samples(p)} samples" for p in left_out)
+            console.print(f"  {text}", soft_wrap=True)
         figures = _figures(self)
         if figures.row_count:
             console.print(Fitted(figures))

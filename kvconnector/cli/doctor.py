@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.environment import cpu_name, gpus, installed_version
+from kvconnector.bench.environment import cpu_name, gpus, has_cuda_driver, installed_version
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_numbers
@@ -209,21 +209,19 @@ def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Findin
 def _versions() -> Iterator[Finding]:
     yield Finding("kvconnector", "ok", f"{__version__}, Python {platform.python_version()}")
     yield Finding("host", "note", f"{cpu_name()}, {len(os.sched_getaffinity(0))} usable cores")
-    for package, needed in (
-        ("numpy", "the planner"),
-        ("msgspec", "the wire"),
-        ("pyzmq", "the control channel"),
-        ("torch", "a cache on a GPU"),
-        ("triton", "a cache on a GPU"),
-    ):
-        version = installed_version(package)
-        if version:
+    gpu_only: Verdict = "warn" if has_cuda_driver() else "note"
+    lacking: tuple[tuple[str, str, Verdict], ...] = (
+        ("numpy", "the planner needs it", "FAIL"),
+        ("msgspec", "the wire needs it", "FAIL"),
+        ("pyzmq", "the control channel needs it", "FAIL"),
+        ("torch", "a cache on a GPU needs it", gpu_only),
+        ("triton", "a cache on a GPU needs it", gpu_only),
+    )
+    for package, needed, verdict in lacking:
+        if version := installed_version(package):
             yield Finding(package, "ok", version)
         else:
-            verdict: Verdict = "warn" if package in ("torch", "triton") else "FAIL"
-            yield Finding(
-                package, verdict, f"not installed; {needed} needs it: pip install {package}"
-            )
+            yield Finding(package, verdict, f"not installed; {needed}: pip install {package}")
 
 
 def _shared_memory() -> Finding:
@@ -308,7 +306,10 @@ def _ucx(config: ConnectorConfig, device: str) -> Generator[Finding, None, bool]
     yield Finding("ucx", "ok", f"{library}: {why}")
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
-        text = "no cuda_ipc: between GPUs UCX will go through host memory; install kvconnector[ucx-cu12] or [ucx-cu13]"
+        text = (
+            "no cuda_ipc: between GPUs UCX will go through host memory;"
+            ' pip install "kvconnector[ucx-cu12]", or ucx-cu13 by the driver\'s CUDA version'
+        )
         yield Finding("transports", "warn", text)
     yield from attempt("rdma", rdma_places)
     yield from attempt("network", lambda: [network(library, device, config)])

@@ -14,7 +14,13 @@ from rich.table import Table
 from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulated_ranks import Costs
-from kvconnector.bench.simulation import Cluster, Outcome, Request, Simulation
+from kvconnector.bench.simulation import (
+    LEAST_FOR_P99,
+    Cluster,
+    Outcome,
+    Request,
+    Simulation,
+)
 from kvconnector.bench.sizes import MAX_TOKENS, parse_numbers
 from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli.console import (
@@ -201,6 +207,8 @@ def _print(report: Report) -> None:
             *("" if time is None else f"{time:.1f}" for time in (row.p50_ms, row.p99_ms)),
         )
     terminal().print(Fitted(table))
+    if any(row.p99_ms is None for row in report.rows):
+        terminal().print(f"p99 takes {LEAST_FOR_P99} requests", soft_wrap=True)
 
 
 def _draw(report: Report, path: Path) -> None:

@@ -160,7 +160,8 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
-        raise ConfigError("top needs prometheus-client: install kvconnector[metrics]") from error
+        text = 'top needs prometheus-client: pip install "kvconnector[cli]"'
+        raise ConfigError(text) from error
     engines: defaultdict[str, Snapshot] = defaultdict(lambda: Snapshot(at_s))
     for family in text_string_to_metric_families(text):
         if "kvconnector_" not in family.name:

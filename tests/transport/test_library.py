@@ -154,7 +154,8 @@ def test_nixls_library_without_transports_for_rdma_is_no_better_than_the_wheel(i
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "nixl, source, words", [("whole", "nixl", ""), ("other", "wheel", "install kvconnector[rdma]")]
+    "nixl, source, words",
+    [("whole", "nixl", ""), ("other", "wheel", 'pip install "kvconnector[rdma]"')],
 )
 def test_auto_takes_nixls_where_ports_are_active_and_warns_without(
     wheel, too_old, nixl, source, words

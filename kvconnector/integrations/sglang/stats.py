@@ -71,7 +71,7 @@ class RankStats:
             from kvconnector.integrations.prometheus import EngineMetrics
         except ImportError:
             logger.warning(
-                "metrics of KV transfers need prometheus-client: install kvconnector[metrics]"
+                'metrics of KV transfers need prometheus-client: pip install "kvconnector[metrics]"'
             )
             return
         labels = {

@@ -131,14 +131,15 @@ def _first_usable() -> UcxLibrary:
         if ports and not rdma_modules(library.path):
             why = {source: reasons.get(source) or _rdma_lack(source) for source in SOURCES}
             logger.warning(
-                "RDMA ports are active (%s), and no UCX here can use them: install kvconnector[rdma]. %r is used. %s",
+                'RDMA ports are active (%s), and no UCX here can use them: pip install "kvconnector[rdma]".'
+                " %r is used. %s",
                 ", ".join(ports),
                 library,
                 "; ".join(f"{source}: {reason}" for source, reason in why.items()),
             )
         return library
     raise TransportError(
-        "no UCX is found: install kvconnector[ucx-cu12] or [ucx-cu13], or set ucx.library",
+        'no UCX is found: pip install "kvconnector[ucx-cu12]" (ucx-cu13 for a driver of CUDA 13), or set ucx.library',
         **reasons,
     )
 

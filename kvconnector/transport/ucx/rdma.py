@@ -135,8 +135,8 @@ class RdmaChoice:
         modules = rdma_modules(self._path)
         if not modules:
             return (
-                f"{self._path} has no InfiniBand transports: install kvconnector[rdma], or set ucx.library to one that"
-                " has them; `kvconnector doctor` lists them"
+                f'{self._path} has no InfiniBand transports: pip install "kvconnector[rdma]", or set'
+                " ucx.library to one that has them; `kvconnector doctor` lists them"
             )
         try:
             ctypes.CDLL(str(modules[0]))

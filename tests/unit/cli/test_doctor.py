@@ -54,6 +54,16 @@ def test_a_working_machine_has_no_faults(capsys, monkeypatch):
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 
 
+@pytest.mark.usefixtures("no_transfer")
+@pytest.mark.parametrize("has_driver, verdict", [(True, "warn"), (False, "note")])
+def test_what_only_gpus_need_is_missed_where_there_may_be_one(monkeypatch, has_driver, verdict):
+    monkeypatch.setattr(doctor_module, "has_cuda_driver", lambda: has_driver)
+    monkeypatch.setattr(doctor_module, "installed_version", lambda package: "")
+    findings = _findings()
+    assert _verdicts(findings, "torch") == _verdicts(findings, "triton") == [verdict]
+    assert _verdicts(findings, "numpy") == ["FAIL"]
+
+
 def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
     return SimpleNamespace(paths={path}, lanes=list(lanes), warnings=list(warnings))
 

@@ -211,4 +211,6 @@ def test_few_samples_have_no_99th_percentile():
     assert many.stated_s(99) == many.percentile_s(99)
     console = Console(file=StringIO(), width=120)
     CaseResult("case", (Measurement("y", "ours", (0.002,) * 3),)).print_to(console)
-    assert console.file.getvalue().count("2 ms") == 1
+    shown = console.file.getvalue()
+    assert shown.count("2 ms") == 1
+    assert "p90 takes 10 samples, p99 takes 100 samples" in shown

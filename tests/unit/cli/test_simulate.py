@@ -91,6 +91,9 @@ def test_the_99th_percentile_takes_a_hundred_requests(capsys):
     assert few["requests"] < 100 < many["requests"]
     assert few["p99_ms"] is None
     assert few["p50_ms"] < many["p99_ms"]
+    for rate, is_said in (("10", True), ("40", False)):
+        assert main(["simulate", *QUICK, "--engines", "4", "--rate", rate]) == 0
+        assert ("p99 takes 100 requests" in capsys.readouterr().out) == is_said
 
 
 def test_a_simulation_of_too_many_requests_is_refused_at_once(capsys):
