@@ -296,7 +296,9 @@ class ConsumerRank(SessionThread):
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         self.connect(link, self.world.listening[address])
 
-    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
+    def send_hello(
+        self, link: Link, segments: tuple[Segment, ...], max_message_bytes: int = 0
+    ) -> None:
         self.send(link, self._hello(segments))
 
     def connect_back(self, worker: RemoteWorker, reply: m.HelloReply) -> None:

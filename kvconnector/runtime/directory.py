@@ -73,7 +73,9 @@ class DirectoryService:
             raise
         self.control = control
         self._engine_id = directory.geometry.engine_id
-        self._directory = directory
+        # an engine's workers have the settings of its scheduler
+        limit = control.max_message_bytes
+        self._directory = msgspec.structs.replace(directory, max_message_bytes=limit)
         self._refusals = Refusals(logger)
         self._process = os.getpid()
         self._stopping = threading.Event()

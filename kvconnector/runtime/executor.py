@@ -93,8 +93,7 @@ class SessionLinks(LinkPort):
             self._links.send(link, reply)
             return
         except MessageTooLargeError as error:
-            sizes = "{message_bytes} bytes, and the shorter control.max_message_bytes of both is {max_message_bytes}"
-            why = f"the answer to a greeting has {sizes.format(**error.context)}"
+            why = _too_long("the answer to a greeting", error)
         if reply.export is not None:
             self._links.refusals.note(
                 f"direct reads to consumer {self._links.peer_of(link)}",
@@ -122,9 +121,12 @@ class SessionLinks(LinkPort):
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
-    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
+    def send_hello(
+        self, link: Link, segments: tuple[Segment, ...], max_message_bytes: int = 0
+    ) -> None:
         if not self._links.is_connected(link):
             return
+        self._links.limit_messages(link, max_message_bytes)
         tag, nbytes = self._expect_warm_up(link)
         hello = msgspec.structs.replace(
             self._hello,
@@ -133,7 +135,15 @@ class SessionLinks(LinkPort):
             control=self._links.open_inbox(link),
             segments=segments,
         )
-        self._links.send(link, hello)
+        try:
+            self._links.send(link, hello)
+        except MessageTooLargeError as error:
+            ours, theirs = hello.max_message_bytes, max_message_bytes or hello.max_message_bytes
+            side = "the prefill engine" if theirs < ours else "the decode engine"
+            why = _too_long("the greeting", error)
+            raise IncompatiblePeerError(
+                f"{why}: raise it on {'both engines' if ours == theirs else side}"
+            ) from error
 
     def _expect_warm_up(self, link: Link) -> tuple[int, int]:
         try:
@@ -287,6 +297,11 @@ class SessionReports(EnginePort):
 
     def note_contained(self, subject: str, error: Exception) -> None:
         self._outbox.note_contained(subject, error)
+
+
+def _too_long(what: str, error: MessageTooLargeError) -> str:
+    sizes = "{message_bytes} bytes, and the shorter control.max_message_bytes of both is {max_message_bytes}"
+    return f"{what} has {sizes.format(**error.context)}"
 
 
 def session_ports(

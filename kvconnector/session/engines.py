@@ -298,7 +298,8 @@ class RemoteEngines:
             engine.workers[rank] = link.peer = worker
             engine.ungreeted.add(worker)
             self._links.open_link(link, entry.control_address, entry.public_key, version)
-            self._links.send_hello(link, segments.get(rank, ()))
+            limit = directory.max_message_bytes
+            self._links.send_hello(link, segments.get(rank, ()), limit)
 
     def _of_worker(
         self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float

@@ -38,9 +38,14 @@ class LinkPort:
         consumer worker at this link stop. No event follows. Idempotent.
         """
 
-    def send_hello(self, link: Link, segments: tuple[Segment, ...]) -> None:
+    def send_hello(
+        self, link: Link, segments: tuple[Segment, ...], max_message_bytes: int = 0
+    ) -> None:
         """Greet a producer worker: post the receive for its warm-up message, then send a `Hello` that names the
-        `segments` of all reads from it. `WarmedUp` follows.
+        `segments` of all reads from it. `WarmedUp` follows. It takes messages of `max_message_bytes`, 0 if not known.
+
+        Raises:
+            IncompatiblePeerError: the `Hello` is longer than it takes, or than we may send.
         """
 
     def connect_back(self, worker: RemoteWorker, reply: HelloReply) -> None:

@@ -87,7 +87,8 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 
 class Directory(Message, frozen=True, kw_only=True):
     """An engine's geometry, and all or the requested ones of its workers, in rank order. `stream` is its setting of
-    that name. Both engines use `wire_version` from now on.
+    that name. Both engines use `wire_version` from now on. Its workers take messages of `max_message_bytes`, 0 if not
+    stated.
     """
 
     geometry: PackedGeometry
@@ -95,6 +96,7 @@ class Directory(Message, frozen=True, kw_only=True):
     library_version: Text = ""
     stream: bool = True
     wire_version: Index = UNSTATED_VERSION
+    max_message_bytes: Index = 0
 
 
 class DirectoryRefused(Message, frozen=True, kw_only=True):

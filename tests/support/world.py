@@ -142,6 +142,7 @@ class WorldEngine:
         ]
         equalise_replicas([worker.caches for worker in self.workers])
         self.directory = world.hub.open()
+        self.directory.max_message_bytes = config.control.max_message_bytes
         metadata = [worker.metadata for worker in self.workers]
         self.responder = DirectoryService(self.directory, directory_of(geometry, metadata))
         self.is_frozen = False

@@ -16,12 +16,18 @@ from kvconnector.runtime import directory as directory_module
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
-from tests.support.inproc_control import ControlHub
+from tests.support.inproc_control import ControlHub, InprocControlChannel
 from tests.support.waiting import DEADLINE_S
 from tests.unit.session import harness
 
 ENTRY = harness.directory().workers[0]
 SIZES = st.integers(1, 3 * MAX_UNASKED)
+
+
+def answered():
+    """Return the directory as a service sends it that takes messages as long as those of a `ControlHub` are."""
+    limit = InprocControlChannel.max_message_bytes
+    return replace(harness.directory(), max_message_bytes=limit)
 
 
 def directory_of(size):
@@ -81,7 +87,7 @@ def test_a_directory_answers_in_the_newest_common_version(
 ):
     payload = asked(service_speaks, asking_speaks, monkeypatch)
     assert version_of(payload) == agreed
-    assert decode(payload) == replace(harness.directory(), wire_version=agreed)
+    assert decode(payload) == replace(answered(), wire_version=agreed)
 
 
 @pytest.mark.parametrize("ours,theirs", [((3, 3), (4, 5)), ((5, 6), (3, 4))])
@@ -164,7 +170,7 @@ def test_an_exception_about_a_request_refuses_it_and_leaves_others_answered(
     (refused,) = victim
     assert refused.refusal is m.Refusal.INTERNAL
     assert "engine p: an unexpected ZeroDivisionError ended this here: an accident" in refused.text
-    assert other == [harness.directory()]
+    assert other == [answered()]
     assert caplog.text.count("Traceback") == 1
 
 
@@ -172,7 +178,7 @@ def test_a_refusal_that_fails_too_leaves_others_answered(monkeypatch, caplog):
     """The first request's answer is not encoded, and neither is its refusal."""
     victim, other = answers_to_two("encode", 2, monkeypatch, caplog)
     assert victim == []
-    assert other == [harness.directory()]
+    assert other == [answered()]
 
 
 def answers_to_two(step, num_failures, monkeypatch, caplog):

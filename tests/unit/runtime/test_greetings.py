@@ -116,3 +116,35 @@ def test_a_consumer_that_takes_no_message_as_long_as_a_directory_is_refused_in_w
         service._directory = structs.replace(service._directory, workers=workers)
         _, error = greeted.load()
     assert f"raise control.max_message_bytes of the engine that asks, which is {SMALL}" in error
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, side",
+    [
+        (SMALL, 2 * SMALL, "the prefill engine"),
+        (2 * SMALL, SMALL, "the decode engine"),
+        (SMALL, SMALL, "both engines"),
+    ],
+)
+def test_a_greeting_that_is_too_long_fails_the_load_with_both_lengths(theirs, ours, side):
+    """A connection on which a longer message comes is closed without a reason, so it is not sent."""
+    with closing(World()) as world:
+        model, engines = attention_model(num_layers=1), []
+        for name, role, limit in (("p", "producer", theirs), ("d", "consumer", ours)):
+            settings = {"insecure": True, "max_message_bytes": limit}
+            engines.append(world.start(FakeEngine(name, model), role=role, control=settings))
+        p, d = engines
+        links = d.workers[0].driver.ports.links
+        links._hello = structs.replace(links._hello, transport_address=bytes(SMALL))
+        d.load_from(p, "r", [1, 2], [3, 4], 8)
+        (worker,), failed = d.workers, {}
+
+        def has_failed():
+            failed.update(worker.poll().failed_recving)
+            return "r" in failed
+
+        assert world.run(has_failed, seconds_per_turn=0.01)
+        assert not [*p.workers[0].driver.links]
+        assert not worker.poll().stats.contained
+    assert "IncompatiblePeerError: the greeting has 65" in failed["r"]
+    assert f"control.max_message_bytes of both is {SMALL}: raise it on {side}" in failed["r"]
