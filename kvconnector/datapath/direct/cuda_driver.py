@@ -44,6 +44,22 @@ _FUNCTIONS = (
     "cuStreamQuery",
     "cuStreamWriteValue32_v2",
 )
+_MAY_WAIT = frozenset(
+    {
+        "cuCtxEnablePeerAccess",
+        "cuIpcCloseMemHandle",
+        "cuIpcOpenMemHandle_v2",
+        "cuMemAlloc_v2",
+        "cuMemFree_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostUnregister",
+        "cuMemSetAccess",
+    }
+)
+"""Functions that may wait, for kernels that run or for another process. They are called a few times for each peer, and
+without the GIL: with it a GPU that hangs would stop every thread of the engine. Those that are called for each of
+thousands of segments keep it, since a busy engine gives it back after up to 5 ms.
+"""
 _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -91,11 +107,13 @@ class _AccessDesc(ctypes.Structure):
 
 
 def load_libcuda(*functions: str) -> Any:
-    """Load libcuda with these functions, which are short and keep the GIL. Raises TransportError: it lacks one."""
+    """Load libcuda with these functions, which are short and keep the GIL, but for those of `_MAY_WAIT`. Raises
+    TransportError: it lacks one.
+    """
     try:
-        library = ctypes.PyDLL(_SONAME)
+        library, releasing = ctypes.PyDLL(_SONAME), ctypes.CDLL(_SONAME)
         for name in functions:
-            _ = getattr(library, name)
+            setattr(library, name, getattr(releasing if name in _MAY_WAIT else library, name))
     except (OSError, AttributeError) as exc:
         raise TransportError(f"the CUDA driver is missing or too old: {exc}") from exc
     return library
