@@ -195,6 +195,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ucx: UcxConfig = UcxConfig()
     slow_load_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
     """If a load keeps its blocks waiting for longer, the log says what it waited for; 0 logs none."""
+    stuck_after_s: Positive = 60.0
+    """A worker that has not returned for this long from a call, such as one of the CUDA driver, transfers nothing more:
+    requests that have no blocks fail, as do new ones. Those that have blocks end once the call has returned.
+    """
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest after each chunk, and consumers check it before they unpack. All reads
     are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow: use it to find what damages

@@ -137,6 +137,13 @@ class OperationCancelledError(TransportError):
     remedy = "the log says before this which peer was given up, or what closed the transport"
 
 
+class WorkerStuckError(TransportError):
+    """A call of the CUDA driver, UCX or the system does not return, so this worker transfers nothing more."""
+
+    retry = Retry.OTHER
+    remedy = "restart this engine: its log names the call, and the system's log (dmesg) what the GPU or NIC reports"
+
+
 class MemoryInUseError(TransportError):
     """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
 

@@ -143,6 +143,8 @@ class Driver:
                 orders=pools.orders(),
                 stream=config.stream,
             )
+        self.num_turns = 0
+        """Turns that were begun. A thread that drives begins one after `pacing.MAX_SLEEP_S` at most."""
         self._outbox = outbox
         self._context = context
         self._inbox: deque[PostedStep] = deque()
@@ -198,6 +200,7 @@ class Driver:
         """Wait at most `timeout_s` for work, and do it. With `stop_after_report`, for an engine's thread, it leaves the
         rest for the next turn as soon as it has reported something to the engine.
         """
+        self.num_turns += 1
         self._stop_after_report = stop_after_report
         self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
         self._late_at = self.clock() + pacing.WORK_S
@@ -213,6 +216,7 @@ class Driver:
             limit_s: The most seconds for which to handle events.
             orders_only: Handle only the engine's orders and their consequences.
         """
+        self.num_turns += 1
         self._stop_after_report = True
         self._late_at = self.clock() + limit_s
         if orders_only:

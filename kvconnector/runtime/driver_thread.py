@@ -8,8 +8,8 @@ in `put`, in `progress_inline` (called by `poll`), in `wait` and in `await_withd
 driver lock; see kernels/native/driver_lock.c.
 
 Ownership. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
-lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before
-whatever makes the others look (a wake-up, the end of the thread). All else, from transport to sessions, belongs to the
+lock. `_is_stopping`, `_failure` and `_in_use` are only ever set; each is set before whatever makes others look (a
+wake-up, the end of the thread). All else, from transport to sessions, belongs to the
 driver, and so to the lock's holder; `await_withdrawal` only looks up leases. `_held` keeps the owners of the caches'
 memory alive until `_release` has succeeded, maybe after the worker's end: until then something may read or write there.
 
@@ -34,6 +34,13 @@ link, see `session.containment`): a bug or a failing machine. It ends this worke
 request that the engine waits for ends. If copies could not be ended, requests that have blocks do not end either: the
 engine would give blocks that are still written to other requests.
 
+A call that does not return, such as one of a CUDA driver whose GPU hangs, keeps the lock and the thread that drives.
+No other thread can go on for it: what it shares with the loop may be torn. So `look_for_stuck`, in the engine's thread,
+notices that no turn has begun for `stuck_after_s`, breaks off the worker as after a failure whose copies could not be
+ended, and logs where the thread is. Peers notice by themselves, after `peer.timeout_s`, since no heartbeat is sent or
+answered. If the call returns after all, the driver's thread leaves its loop, releases everything, and the requests
+that had blocks end, too. A call that keeps the GIL holds up the whole process, and can only be noticed from outside.
+
 What breaks if this changes: memory that is freed while a copy runs is corrupted without an error; a result reported
 before the release lets the engine reuse blocks too early; a wait in `abandon` can stop the interpreter in an unrelated
 call.
@@ -44,8 +51,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,7 +64,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.opening import open_datapath
-from kvconnector.errors import KVConnectorError, MemoryInUseError
+from kvconnector.errors import KVConnectorError, MemoryInUseError, WorkerStuckError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
@@ -76,6 +85,11 @@ UNMAP_TIMEOUT_S = 3.0
 
 RENEW_TIMEOUT_S = 2.0
 """Seconds for which a waking engine waits for the driver. Its turns are shorter, unless it is greeting peers."""
+
+MAX_LOOK_S = 1.0
+"""The most seconds that one look for a stuck driver counts: if the engine's thread was away for longer, the process may
+have been stopped, or the driver's thread may have waited for its GIL.
+"""
 
 _held: dict[DriverThread, tuple[int, object]] = {}
 """The threads that are not closed, with their process and the owners of the caches' memory. If copies could not be
@@ -106,6 +120,8 @@ class DriverThread:
         self._in_use: MemoryInUseError | None = None
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
+        self._stuck_after_s = config.stuck_after_s
+        self._seen_turns, self._seen_at_s, self._silent_s = 0, 0.0, 0.0
         self._context = None if pools.device == "cpu" else CudaContext(pools.device)
         transport = open_transport(config, pools.device)
         try:
@@ -160,6 +176,38 @@ class DriverThread:
         if not self._datapath.lock.has_pending():
             return
         self._run_inline(partial(Driver.progress_inline, limit_s=pacing.WORK_S))
+
+    def look_for_stuck(self, now_s: float) -> None:
+        """Break off the worker if no turn has begun for `stuck_after_s`. One thread calls it, every second or so."""
+        driver = self._driver
+        if driver is None or self._is_stopping:
+            return
+        turns, silent_s = driver.num_turns, min(now_s - self._seen_at_s, MAX_LOOK_S)
+        self._silent_s = self._silent_s + silent_s if turns == self._seen_turns else 0.0
+        self._seen_turns, self._seen_at_s = turns, now_s
+        if self._silent_s < self._stuck_after_s:
+            return
+        place, stack = self._where_it_drives()
+        logger.error("the driver is stuck; this worker transfers nothing more:\n%s", stack)
+        self._failure = WorkerStuckError(
+            "the connector's driver does not return from a call",
+            place=place,
+            stuck_after_s=self._stuck_after_s,
+        )
+        self._is_stopping = True
+        self._outbox.break_off(self._failure, may_write=True)
+
+    def _where_it_drives(self) -> tuple[str, str]:
+        """Return the line in which the thread that drives is, and its stack."""
+        inline = self._datapath.lock.inline_thread
+        threads = (t for t in threading.enumerate() if t.native_id == inline)
+        thread = next(threads, self._thread) if inline else self._thread
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        if frame is None:
+            return "an unknown place", "its stack is not known"
+        *_, last = stack = traceback.extract_stack(frame)
+        place = f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
+        return place, "".join(traceback.format_list(stack)).rstrip()
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox. Returns False if `timeout_s` passed before."""

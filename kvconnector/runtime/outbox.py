@@ -63,8 +63,9 @@ class Outbox:
         """Leases that have not ended, as last ordered. Only the end of a complete one is reported."""
         self._failure: KVConnectorError | None = None
         self._given_up: set[str] = set()
-        self._stuck: set[str] = set()
-        """Requests whose copies the driver could not end. They never end."""
+        self._stuck_loads: set[str] = set()
+        self._stuck_leases: dict[str, LeaseOrder] = {}
+        """Requests whose blocks may be read and written although the driver has failed."""
         self._unreported = WorkerOutput()
         """The requests that ended since the engine's last step, maybe thousands."""
 
@@ -92,9 +93,8 @@ class Outbox:
                         self._loads[order.request_id] = False
                 elif self._expect_lease(order):
                     withdrawn.append(order.request_id)
-            failure = self._failure
-        if failure is not None:
-            self.break_off(failure)
+            if self._failure is not None:
+                self._end_all(self._failure)
         return withdrawn
 
     @property
@@ -145,36 +145,47 @@ class Outbox:
         """Return requests whose blocks may still be read or written."""
         with self._lock:
             leases = (name for name, lease in self._leases.items() if _has_blocks(lease))
-            return sorted({*self._asked(), *leases, *self._stuck})
+            return sorted({*self._asked(), *leases, *self._stuck_loads, *self._stuck_leases})
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on: once, although two threads may call this.
 
-        If copies under way `may_write` or read blocks, requests that have blocks never end: the engine would give the
-        blocks to other requests.
+        If copies under way `may_write` or read blocks, requests that have blocks do not end: the engine would give the
+        blocks to other requests. They end with a later call, without it, or one by one, as the driver reports.
         """
         with self._lock:
             self._failure = failure
-            if may_write:
-                self._stuck |= {*self._asked(), *self._leases}
+            if not may_write:
+                self._loads |= dict.fromkeys(self._stuck_loads, True)
+                self._leases = self._stuck_leases | self._leases
+                self._stuck_loads, self._stuck_leases = set(), {}
+            else:
+                self._stuck_loads |= {*self._asked()}
+                self._stuck_leases |= self._leases
                 self._loads = {
                     name: False for name, is_asked in self._loads.items() if not is_asked
                 }
-            if may_write and self._stuck:
-                logger.error(
-                    "the blocks of these requests may still be read and written, so they never end: %s",
-                    sorted(self._stuck),
-                )
-            # leases that grow are dropped, too: no end of theirs would be reported if they were given up
-            holds = {r for r in self._leases if self._is_complete(r)} - self._stuck
-            self._leases = {r: replace(self._leases[r], error=failure) for r in holds}
-            for request_id, is_asked in list(self._loads.items()):
-                if is_asked:
-                    self.load_ended(request_id, failure)
-                else:
-                    self.begun(request_id)
-            for request_id in holds:
-                self.released(request_id, "aborted")
+                if stuck := sorted({*self._stuck_loads, *self._stuck_leases}):
+                    logger.error(
+                        "the blocks of these requests may still be read and written, so they do not end: %s",
+                        stuck,
+                    )
+            self._end_all(failure)
+
+    def _end_all(self, failure: KVConnectorError) -> None:
+        """End the requests that are not stuck. The lock is held."""
+        # a prompt that was computed to its end meanwhile
+        self._stuck_leases |= {r: self._leases[r] for r in self._stuck_leases.keys() & self._leases}
+        # leases that grow are dropped, too: no end of theirs would be reported if they were given up
+        holds = {r for r in self._leases if self._is_complete(r)} - self._stuck_leases.keys()
+        self._leases = {r: replace(self._leases[r], error=failure) for r in holds}
+        for request_id, is_asked in list(self._loads.items()):
+            if is_asked:
+                self.load_ended(request_id, failure)
+            else:
+                self.begun(request_id)
+        for request_id in holds:
+            self.released(request_id, "aborted")
 
     def released(
         self,
@@ -187,7 +198,7 @@ class Outbox:
         is the reason if it is not "released".
         """
         with self._lock:
-            lease = self._leases.pop(request_id, None)
+            lease = self._leases.pop(request_id, None) or self._stuck_leases.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 return  # the engine still computes the request
@@ -254,6 +265,7 @@ class Outbox:
         """
         with self._lock:
             self._loads.pop(request_id, None)
+            self._stuck_loads.discard(request_id)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 error = error or _lost()

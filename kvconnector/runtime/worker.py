@@ -46,7 +46,7 @@ QUIESCE_POLL_S = 0.005
 WITHDRAW_S = 0.005
 """Seconds for which `start_step` waits until consumers can no longer read blocks that the engine takes back."""
 LOOK_S = 0.5
-"""Seconds between two reports of loads' progress by `poll`."""
+"""Seconds between two reports of loads' progress by `poll`, which then looks whether the driver is stuck, too."""
 
 
 class Worker:
@@ -314,6 +314,7 @@ class Worker:
         output = self._outbox.take()
         if self._thread is not None and (now_s := time.monotonic()) >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
+            self._thread.look_for_stuck(now_s)
             output.stats.loading = self._thread.in_flight()
         return output
 

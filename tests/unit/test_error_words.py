@@ -20,6 +20,7 @@ from kvconnector.ids import new_secret
 from kvconnector.integrations.identity import Identity, PromptEnd, check_identity
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.driver_thread import DriverThread
 from kvconnector.session.orders import LoadRequest
 from kvconnector.wire import messages as m
 from tests.integration.runtime_pair import Engine, until
@@ -151,6 +152,23 @@ def memory_in_use():
         return raised_by(p.workers.pop().close)()
 
 
+class Stuck(DriverThread):
+    """The engine's side of a driver that does not return from a call."""
+
+    def __init__(self, worker):
+        self._driver, self._datapath, self._outbox = worker.driver, worker.datapath, worker.outbox
+        self._thread, self._is_stopping, self._stuck_after_s = None, False, 1.0
+        self._seen_turns, self._seen_at_s, self._silent_s = worker.driver.num_turns, 0.0, 0.0
+
+
+def call_that_does_not_return():
+    with closing(World(settings=QUICK)) as world:
+        (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
+        Stuck(worker).look_for_stuck(1.0)
+        worker.outbox.expect([LoadRequest("r", (), (), ())])
+        return worker.poll().failed_recving["r"]
+
+
 def blocks_outside_the_pool():
     with closing(World(settings=QUICK)) as world:
         p = world.start(FakeEngine("p", MODEL), role="producer")
@@ -246,6 +264,10 @@ TABLE = {
         ["not what its producer sent", "chunk=0", *PEER],
     ),
     e.OperationCancelledError: (cancelled_receive, ["cancelled"]),
+    e.WorkerStuckError: (
+        call_that_does_not_return,
+        ["does not return from a call", "place=", "stuck_after_s=1.0", "restart this engine"],
+    ),
     e.MemoryInUseError: (memory_in_use, ["keep their memory", "a copy does not end"]),
     e.RemoteError: (failed_load(cut_the_route_back), ["no route to the consumer", *PEER]),
     e.RemoteProtocolError: (

@@ -38,6 +38,11 @@ class DriverLock:
         """Returns True if the calling thread owns the lock, for inline progress."""
         return bool(self._words.inline_thread == threading.get_native_id())
 
+    @property
+    def inline_thread(self) -> int:
+        """The native id of the thread that owns the lock for inline progress, else 0."""
+        return int(self._words.inline_thread)
+
     def has_pending(self) -> bool:
         """Returns True if inline progress may find something to do."""
         if self.is_handshaking:

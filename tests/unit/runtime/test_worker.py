@@ -1,17 +1,22 @@
 """The lifetime of a worker, its caches, leases and thread."""
 
 import gc
+import re
 import subprocess
 import sys
+import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 import kvconnector as kvc
-from kvconnector.errors import LocalError
+from kvconnector.errors import LocalError, WorkerStuckError
 from kvconnector.runtime import driver_thread
 from kvconnector.runtime.layers import StepLayers
+from kvconnector.session import WorkerOutput
 from tests.support.waiting import until
 
 CONFIG = kvc.Config.from_mapping({"engine_id": "e", "role": "both", "control": {"insecure": True}})
@@ -88,6 +93,85 @@ def test_requests_that_end_while_the_worker_sleeps_are_dropped(is_loaded):
             worker.start_step(scheduler.build_step())
             until(lambda: "w" not in loads)
             assert worker.poll().failed_recving.keys() == ({"w"} if is_loaded else set())
+
+
+class Held:
+    """A worker whose driver's thread does not return from a call until the test lets it."""
+
+    def __init__(self, worker, monkeypatch):
+        self.thread, self._step = worker._thread._thread, worker._thread._datapath.step
+        self.is_in, self.may_return = threading.Event(), threading.Event()
+        monkeypatch.setattr(worker._thread._datapath, "step", self.step)
+
+    def step(self, **how):
+        if threading.current_thread() is self.thread:
+            self.is_in.set()
+            self.may_return.wait(DEADLINE_S)
+        self._step(**how)
+
+
+@pytest.mark.ucx
+def test_an_engine_hears_of_a_driver_that_is_stuck_in_a_call(monkeypatch, caplog):
+    config = structs.replace(CONFIG, stuck_after_s=1.0)
+    ended = WorkerOutput()
+
+    def look():
+        output = worker.poll()
+        for name in ("finished_sending", "failed_sending", "failed_recving", "begun"):
+            getattr(ended, name).update(getattr(output, name))
+        return ended
+
+    with kvc.Worker(config, rank=(0, 0), model="m") as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(config, [worker.handshake()]) as scheduler:
+            scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            holds = worker._thread._driver.producer.holds
+            until(lambda: holds("r"))
+            held = Held(worker, monkeypatch)
+            until(held.is_in.is_set)
+            offered = scheduler.offer("s", blocks=[[2]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            until(lambda: "the driver is stuck" in caplog.text, look)
+            assert "self.may_return.wait(DEADLINE_S)" in caplog.text
+            assert "they do not end: ['r', 's']" in caplog.text
+            # new requests fail at once, since no thread touches their blocks
+            scheduler.on_new_request("w", {**offered, "remote_port": 9})
+            assert scheduler.matched_tokens("w", 4, 0) == (3, True)
+            scheduler.load("w", blocks=[[3]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            until(lambda: look().failed_recving)
+            assert re.fullmatch(
+                r"WorkerStuckError: the connector's driver does not return from a call"
+                r" \[place='threading.py:\d+ in wait', stuck_after_s=1.0\]; restart this engine.*",
+                ended.failed_recving["w"],
+            )
+            assert not ended.finished_sending
+            # the call returns after all: nothing touches the blocks any more
+            held.may_return.set()
+            until(lambda: len(look().finished_sending) == 2)
+            assert ended.failed_sending.keys() == {"r", "s"}
+            assert "WorkerStuckError" in ended.failed_sending["r"]
+
+
+@pytest.mark.ucx
+def test_a_driver_is_not_stuck_while_the_engines_thread_is_away(monkeypatch):
+    """It may have waited for the GIL, or the process may have been stopped."""
+    looks = []
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            thread = worker._thread
+            monkeypatch.setattr(thread, "_driver", SimpleNamespace(num_turns=7))
+            for now_s in (0.0, 1.0, 1e6, *[1e6 + second for second in range(1, 58)]):
+                thread.look_for_stuck(now_s)
+                looks.append(thread._failure)
+            assert looks == [None] * 60
+            thread.look_for_stuck(1e6 + 59)
+            thread.look_for_stuck(1e6 + 60)
+            assert isinstance(thread._failure, WorkerStuckError)
 
 
 @pytest.mark.ucx
