@@ -509,6 +509,8 @@ def _worded(
         kind = fields.get(name)
     if get_origin(kind) is Literal:
         text = f"expected one of {', '.join(map(str, get_args(kind)))}"
+    elif "matching regex" in text:  # that of `Id`, the only one
+        text = "expected a text without control characters"
     return ConfigError(
         f"invalid setting {'.'.join(names)}: {text[:1].lower()}{text[1:]}", got=value
     )

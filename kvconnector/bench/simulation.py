@@ -15,6 +15,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from kvconnector.bench.results import fewest_samples
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.simulated_ranks import (
     ConsumerRank,
@@ -51,10 +52,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     decode: EngineShape
     costs: Costs = Costs()
     idle_timeout_s: float = PeerConfig().idle_timeout_s
-
-
-LEAST_FOR_P99 = 100
-"""Times of fewer requests have no 99th percentile: it would be the longest of them."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +165,9 @@ class Simulation:
             busiest_s=max(thread.busy_s for thread in threads),
             elapsed_s=self.now,
             p50_ms=float(np.percentile(times_ms, 50)) if times_ms else None,
-            p99_ms=float(np.percentile(times_ms, 99)) if len(times_ms) >= LEAST_FOR_P99 else None,
+            p99_ms=float(np.percentile(times_ms, 99))
+            if len(times_ms) >= fewest_samples(99)
+            else None,
         )
 
     def loaded(self, request_id: str, error: KVConnectorError | None, at_s: float) -> None:

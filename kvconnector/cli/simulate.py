@@ -12,10 +12,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from kvconnector.bench import file_errors
+from kvconnector.bench.results import fewest_samples
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulated_ranks import Costs
 from kvconnector.bench.simulation import (
-    LEAST_FOR_P99,
     Cluster,
     Outcome,
     Request,
@@ -208,7 +208,7 @@ def _print(report: Report) -> None:
         )
     terminal().print(Fitted(table))
     if any(row.p99_ms is None for row in report.rows):
-        terminal().print(f"p99 takes {LEAST_FOR_P99} requests", soft_wrap=True)
+        terminal().print(f"p99 takes {fewest_samples(99)} requests", soft_wrap=True)
 
 
 def _draw(report: Report, path: Path) -> None:

@@ -73,6 +73,7 @@ REFUSED = [
         {"staging": {"chunk_bytes": 1 << 31, "budget_bytes": 1 << 33}},
         r"chunk_bytes: expected `int` <=",
     ),
+    ({"engine_id": "a\nb"}, "engine_id: expected a text without control characters"),
     # the error names both of two contradicting settings
     ({"peer": {"timeout_s": 5.0}}, "timeout_s=.*heartbeat_interval_s="),
     ({"peer": {"idle_timeout_s": 15.0}}, "idle_timeout_s=.*timeout_s="),
