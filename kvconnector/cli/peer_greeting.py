@@ -32,11 +32,17 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
-from kvconnector.runtime.channels import open_control, open_transport, ucx_options
+from kvconnector.runtime.channels import (
+    MAX_MESSAGES_PER_TURN,
+    open_control,
+    open_transport,
+    ucx_options,
+)
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
+from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.link import FromPeer, Link
 from kvconnector.session.load import RemoteWorker
 from kvconnector.session.orders import LoadRequest, WantRequest
@@ -152,7 +158,11 @@ class PeerGreeting(ExitStack):
     ) -> None:
         super().__init__()
         self._staging_bytes = config.staging.budget_bytes  # as for an engine here
-        interval_s = config.peer.timeout_s / 1000  # the shortest timeout that the session accepts
+        # The shortest interval that the session accepts, unless an engine that does not answer would get too many: it
+        # keeps `MAX_MESSAGES_PER_TURN` unread. If a peer goes while more are waiting, libzmq 4.3.5 ends that engine's
+        # process with its next probe of the connection (`!_io_error`).
+        patience_s = FIRST_GREETING_FACTOR * config.peer.hello_timeout_s
+        interval_s = max(config.peer.timeout_s / 1000, 2 * patience_s / MAX_MESSAGES_PER_TURN)
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)
         staging = msgspec.structs.replace(
             config.staging, chunk_bytes=WARM_UP_BYTES, budget_bytes=4 * WARM_UP_BYTES, spin_s=1.0

@@ -9,9 +9,11 @@ import pytest
 from kvconnector.cli import main, peer_greeting
 from kvconnector.control.address import parse_address
 from kvconnector.control.security import generate_keys
+from kvconnector.control.zmq_outgoing import OutgoingConnection
 from kvconnector.datapath.pump import opening
 from kvconnector.errors import TransportError
 from kvconnector.integrations.sglang import registry
+from kvconnector.runtime.channels import MAX_MESSAGES_PER_TURN
 from tests.integration.runtime_pair import Engine, same, until
 from tests.sglang.pure.registry import Registry
 from tests.support.keys import keyed_controls
@@ -116,6 +118,28 @@ def test_a_refused_greeting_says_why(p, doctor, monkeypatch):
     found = doctor("--peer", _address(p))
     assert found["peer"]["verdict"] == "FAIL"
     assert "the same ucx.tcp_segment_bytes" in found["peer"]["text"]
+
+
+def test_an_engine_that_has_not_begun_is_not_sent_more_than_it_keeps(doctor, monkeypatch):
+    """Nobody reads what it is sent, and libzmq may end a process that has a full connection whose peer has gone."""
+    sent = []
+    send = OutgoingConnection.send
+
+    def counted(connection, *arguments):
+        sent.append(connection)
+        send(connection, *arguments)
+
+    monkeypatch.setattr(OutgoingConnection, "send", counted)
+    for name, value in (
+        ("HELLO_TIMEOUT_S", "1"),
+        ("TIMEOUT_S", "5"),
+        ("HEARTBEAT_INTERVAL_S", "1"),
+    ):
+        monkeypatch.setenv(f"KVCONNECTOR_PEER_{name}", value)
+    with closing(Engine("p", "producer", shape={"tp_size": 1, "layout": "NHD"})) as engine:
+        found = doctor("--peer", _address(engine))["peer"]
+    assert "never asked for anything" in found["text"]
+    assert 1 < len(sent) < MAX_MESSAGES_PER_TURN
 
 
 def test_keys(tmp_path, doctor):
