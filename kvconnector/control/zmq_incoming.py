@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 
 import zmq
 
@@ -145,12 +146,14 @@ class IncomingConnections:
 
     def receive(self) -> list[ControlEvent]:
         """Answer clients that ask if they may connect. Return messages of all connections, in turns, then the losses
-        of those that have nothing left to read.
+        of those that have nothing left to read. While there are more connections that came or went than a turn has
+        messages, nothing else is read: whose a message is can only be told after them.
         """
         limit, authorizer = self._limits.max_messages_per_turn, self.authorizer
         is_answered = authorizer is None or authorizer.answer(limit)
         self.is_settled = False
-        self._read_monitor()
+        if self._read_monitor(limit) == limit:
+            return []
         events: list[ControlEvent] = []
         try:
             for _ in range(limit):
@@ -201,14 +204,18 @@ class IncomingConnections:
             self._note_closed(predecessor)
         return peer
 
-    def _read_monitor(self) -> None:
-        for kind, fd, _ in self.monitor.drain():
+    def _read_monitor(self, limit: int | None = None) -> int:
+        """Note which connections came and went, at most `limit` times. Returns how many times."""
+        count = 0
+        for kind, fd, _ in islice(self.monitor.drain(), limit):
+            count += 1
             if kind == zmq.Event.ACCEPTED:
                 self._open_fds.add(fd)
                 continue
             self._open_fds.discard(fd)
             if fd in self._by_fd:
                 self._note_closed(self._by_fd.pop(fd))
+        return count
 
     def _note_closed(self, peer: _Peer) -> None:
         """Settle the loss once nothing is left to read."""

@@ -54,7 +54,9 @@ class Monitor:
         endpoint = f"inproc://monitor-{socket.fileno()}"
         self._monitored = socket
         self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the context.
+        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the context, and so would
+        # a thread that stops monitoring. So it has no bound: about 300 bytes for a stranger's connection that came and
+        # went since the last look, of which libzmq took 1,300 a second on two busy cores.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:

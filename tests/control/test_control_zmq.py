@@ -562,6 +562,36 @@ def test_little_is_read_ahead_from_a_peer_while_nobody_polls():
         assert num_sent < limits.max_queued_messages + 400 + limits.max_messages_per_turn
 
 
+def test_connections_that_came_and_went_are_looked_at_in_turns():
+    """However many they are, a poll of the owner's loop takes no longer than one for messages."""
+    with channels(None, None, max_messages_per_turn=16) as (near, far):
+        place = parse_address(far.address)
+        for _ in range(200):
+            socket.create_connection((place.host, place.port)).close()
+        handle = near.connect(far.address)
+        near.send(handle, b"hello")
+        counts, monitor = [], far._incoming.monitor
+        drain = monitor.drain
+
+        def counted():
+            for event in drain():
+                counts[-1] += 1
+                yield event
+
+        monitor.drain = counted
+        found = []
+
+        def look():
+            near.poll(0.0)
+            counts.append(0)
+            found.extend(far.poll(STEP_S))
+
+        waiting.until(lambda: found, look)
+        assert [event.payload for event in found] == [b"hello"]
+        assert sum(counts) > 200
+        assert max(counts) <= 2 * 16
+
+
 def test_a_peer_that_sends_all_the_time_does_not_keep_another_waiting():
     limits = small_limits(max_messages_per_turn=16)
     with (
