@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -523,6 +524,21 @@ def test_a_poll_costs_as_much_as_has_happened_whatever_others_there_are(others, 
 
     # the least, as a connection may have an event of its own: libzmq tells it, say, that its peer has read
     assert calls_with(13) < calls_with(1) + 10
+
+
+def test_a_message_that_came_before_a_send_is_found_after_it():
+    """A send takes the notice of the message from the socket's descriptor."""
+    with channels(None, None) as (near, far):
+        recorder = Recorder(near, far)
+        here, there = recorder.link(near, far)
+        recorder.until(lambda: not recorder.step() and near.is_settled and not near.poll(STEP_S))
+        fd = near._outgoing[here].socket.getsockopt(zmq.FD)
+        far.send(there, b"one")
+        waiting.until(lambda: select.select([fd], [], [], STEP_S)[0])
+        waiting.until(
+            lambda: not select.select([fd], [], [], 0.0)[0], lambda: near.send(here, b"two")
+        )
+        assert [event.payload for event in near.poll(0.0)] == [b"one"]
 
 
 def test_messages_beyond_a_turn_come_in_the_next_polls_without_a_wait():
