@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from threading import Thread
 import pytest
 from packaging.requirements import Requirement
 
+from kvconnector import _version
 from tests.docs.blocks import EMPTY_ENVIRONMENT, PAGES, ROOT, blocks
 
 IN_EMPTY = [block for block in blocks("sh") if block.mark == EMPTY_ENVIRONMENT]
@@ -92,6 +94,28 @@ def test_the_extra_for_vllm_admits_the_releases_that_its_page_names():
     assert [f"0.{minor}.1" in extra for minor in minors] == [True] * len(minors)
     assert f"0.{minors[0] - 1}.0" not in extra
     assert f"0.{minors[-1] + 1}.0" not in extra
+
+
+def test_an_image_can_name_the_commit_that_it_is_built_from(tmp_path):
+    """What .dockerignore lets into an image of the repository, with the branch in a file and in the list of all."""
+    rules = (ROOT / ".dockerignore").read_text().split()
+    assert ".git" not in rules  # nothing below it could be let in again
+    repository = tmp_path / "repository"
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    _run(["git", "init", "-q", str(repository)], tmp_path, os.environ)
+    _run(["git", *author, "commit", "-q", "--allow-empty", "-m", "x"], repository, os.environ)
+    commit = _run(["git", "rev-parse", "HEAD"], repository, os.environ).strip()
+    for name in ("file", "list"):
+        image = tmp_path / name
+        for rule in (rule.removeprefix("!") for rule in rules if rule.startswith("!.git/")):
+            kept = repository / rule
+            if kept.is_dir():
+                shutil.copytree(kept, image / rule)
+            elif kept.is_file():
+                (image / rule).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(kept, image / rule)
+        assert _version._version(image / "kvconnector").endswith(f"+g{commit[:9]}")
+        _run(["git", "pack-refs", "--all"], repository, os.environ)
 
 
 @pytest.mark.slow
