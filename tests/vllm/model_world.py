@@ -32,18 +32,22 @@ def grouped(heads: int, dim: int, kind: Any = kv.FullAttentionSpec, **options: A
 
 
 def states(
-    shapes: tuple[tuple[int, ...], ...], page_bytes: int, num_spec: int = 0
+    shapes: tuple[tuple[int, ...], ...],
+    page_bytes: int | None,
+    num_spec: int = 0,
+    kind: str = "GDN_ATTN",
+    **options: Any,
 ) -> tuple[kv.MambaSpec, str]:
-    """Return a delta net's states in pages as large as the attention's, where the platform's hook pads them to."""
+    """Return a recurrent layer's states in pages as large as the attention's, as the platform's hook pads them."""
+    arguments = {"block_size": MAX_TOKENS, "dtypes": (torch.bfloat16, torch.float32)}
     spec = kv.MambaSpec(
-        block_size=MAX_TOKENS,
         shapes=shapes,
-        dtypes=(torch.bfloat16, torch.float32),
         page_size_padded=page_bytes,
-        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        mamba_type=MambaAttentionBackendEnum[kind],
         num_speculative_blocks=num_spec,
+        **{**arguments, **options},
     )
-    return spec, "GDN_ATTN"
+    return spec, kind
 
 
 def kimi_delta(heads: int, dim: int, num_spec: int = 0) -> tuple[tuple[int, ...], ...]:
@@ -97,6 +101,94 @@ def qwen3_5() -> Layers:
         else:
             found[f"{name}.linear_attn"] = states(shapes, attention.page_size_bytes)
     return found
+
+
+def aligned(num_spec: int = 0, checkpoints: int = 0) -> Layers:
+    """Qwen3.5's with a prefix cache, as vLLM starts it by default: a state lies where its block of tokens ends, drafts'
+    behind it, and a checkpoint of the prompt before it.
+    """
+    size = 560
+    attention = grouped(1, 256, block_size=size)
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, num_spec)
+    options: dict[str, Any] = {"block_size": size, "mamba_cache_mode": "align"}
+    if checkpoints:  # vLLM 0.33
+        options |= {"num_prefill_checkpoint_blocks": checkpoints}
+        options |= {"prefill_checkpoint_alignment": 16}
+    found: Layers = {}
+    for number in range(8):
+        name = f"language_model.model.layers.{number}"
+        if number % 4 == 3:
+            found[f"{name}.self_attn.attn"] = attention, "FLASH_ATTN"
+        else:
+            page = attention.page_size_bytes
+            found[f"{name}.linear_attn"] = states(shapes, page, num_spec, **options)
+    return found
+
+
+def hybrid(kind: str, shapes: tuple[tuple[int, ...], ...], *dtypes: torch.dtype) -> Layers:
+    """Three recurrent layers, then one of GQA, whose blocks are long enough for a state."""
+    state_bytes = sum(
+        int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    spec = grouped(8, 128, block_size=-(-state_bytes // (16 * 8 * 256 * 2)) * 16)
+    found: Layers = {
+        f"model.layers.{number}.mixer": states(
+            shapes, spec.page_size_bytes, kind=kind, dtypes=dtypes
+        )
+        for number in range(3)
+    }
+    found["model.layers.3.self_attn.attn"] = spec, "FLASH_ATTN"
+    return found
+
+
+def nemotron_h() -> Layers:
+    shapes = MambaStateShapeCalculator.mamba2_state_shape(1, 1024, 2, 16, 64, 128, 4)
+    return hybrid("MAMBA2", shapes, torch.bfloat16, torch.float32)
+
+
+def jamba() -> Layers:
+    shapes = MambaStateShapeCalculator.mamba1_state_shape(1, 1024, 16, 4)
+    return hybrid("MAMBA1", shapes, torch.bfloat16, torch.bfloat16)
+
+
+def lfm2() -> Layers:
+    """A convolution alone."""
+    shapes = MambaStateShapeCalculator.short_conv_state_shape(1, 1024, 3)
+    return hybrid("SHORT_CONV", shapes, torch.bfloat16)
+
+
+def minimax_01() -> Layers:
+    """Linear attention, whose state is one matrix a head."""
+    return hybrid("LINEAR", ((4, 96, 96),), torch.float32)
+
+
+def llama_4() -> Layers:
+    """Chunks of tokens on three of four layers, here of 128."""
+    chunk = grouped(2, 64, kv.ChunkedLocalAttentionSpec, attention_chunk_size=128)
+    return {
+        f"model.layers.{n}.self_attn.attn": (chunk if n % 4 != 3 else grouped(2, 64), "FLASH_ATTN")
+        for n in range(8)
+    }
+
+
+def gemma_4() -> Layers:
+    """Windows with other heads than the layers that keep all tokens: pages of unlike sizes share a block."""
+    window = grouped(4, 256, kv.SlidingWindowSpec, sliding_window=128)
+    return {
+        f"model.layers.{n}.self_attn.attn": (
+            window if n % 3 != 2 else grouped(2, 512),
+            "TRITON_FLASH_ATTN",
+        )
+        for n in range(6)
+    }
+
+
+def skipped_windows(mode: kv.KVQuantMode, dtype: torch.dtype, content: int | None = None) -> Layers:
+    """Quantised caches beside unquantised windows (`--kv-cache-dtype-skip-layers sliding_window`)."""
+    window = grouped(8, 64, kv.SlidingWindowSpec, sliding_window=128)
+    options = {"kv_quant_mode": mode, "dtype": dtype, "state_content_bytes": content}
+    whole = grouped(8, 64, block_size=32, **options)
+    return {f"model.layers.{n}.attn": (whole if n % 2 else window, "TRITON_ATTN") for n in range(4)}
 
 
 def gpt_oss() -> Layers:
@@ -171,6 +263,19 @@ MODELS: dict[str, Callable[[], Layers]] = {
     "deepseek-v3.2": deepseek_v3_2,
     "glm-5": glm_5,
     "glm-5.3": glm_5_3,
+    "nemotron-h": nemotron_h,
+    "jamba": jamba,
+    "lfm2": lfm2,
+    "minimax-01": minimax_01,
+    "llama-4": llama_4,
+    "gemma-4": gemma_4,
+    "fp8, bf16 windows": lambda: skipped_windows(kv.KVQuantMode.FP8_PER_TENSOR, torch.uint8),
+    "int8, bf16 windows": lambda: skipped_windows(
+        kv.KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8, 2 * 64 + 8
+    ),
+    "int4, bf16 windows": lambda: skipped_windows(
+        kv.KVQuantMode.INT4_PER_TOKEN_HEAD, torch.uint8, 2 * 32 + 8
+    ),
     "minimax-m3": minimax_m3,
     "minimax-m3 fp8 index": lambda: minimax_m3(torch.float8_e4m3fn, "CUTLASS_MSA"),
 }
@@ -195,13 +300,18 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
     found = []
     for table, group in zip(engine.tables[name], engine.cache_config.kv_cache_groups, strict=True):
         for layer in group.layer_names:
-            spec, backend = engine.layers[layer]
+            backend, spec = engine.layers[layer][1], group.kv_cache_spec
+            # the planner may have lengthened blocks, so that all pages are equally large
+            spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
             tensor = engine.caches[layer]
             item = tensor.element_size()
             start = tensor.data_ptr() - base
             block_bytes = tensor.stride(0) * item
             if isinstance(spec, kv.MambaSpec):
-                (block,) = table[: len(table) - spec.num_speculative_blocks]
+                if spec.mamba_cache_mode == "align":
+                    block = table[-(-num_tokens // spec.block_size) - 1]
+                else:
+                    (block,) = table[: len(table) - spec.num_speculative_blocks]
                 at = start + block * block_bytes
                 found.append(Moved(True, np.arange(at, at + spec.state_content_size_bytes)))
                 continue
@@ -211,8 +321,12 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
                 found.append(Moved(True, np.arange(at, at + tensor[0].numel() * item)))
                 continue
             m = int(spec.tokens_per_state)
-            size, window = spec.block_size // m, getattr(spec, "sliding_window", None)
-            oldest = max(0, num_tokens - window + 1) // size * size if window else 0
+            size, oldest = spec.block_size // m, 0
+            if isinstance(spec, kv.SlidingWindowSpec):
+                oldest = max(0, num_tokens - spec.sliding_window + 1) // size * size
+            if isinstance(spec, kv.ChunkedLocalAttentionSpec):
+                chunk = spec.attention_chunk_size
+                oldest = num_tokens // chunk * chunk // size * size
             for index in range(oldest // size, -(-(num_tokens // m) // size)):
                 page = start + table[index] * block_bytes
                 for row in range(size):

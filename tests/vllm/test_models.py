@@ -7,7 +7,7 @@ from vllm.v1 import kv_cache_interface as kv
 
 from tests.vllm import scheduler_world as w
 from tests.vllm.compressed_world import pair
-from tests.vllm.model_world import MODELS, moved
+from tests.vllm.model_world import MODELS, aligned, moved
 
 pytestmark = pytest.mark.vllm
 
@@ -36,8 +36,8 @@ def offered(prefill, num_tokens):
                 return asked, output.kv_transfer_params
 
 
-@pytest.mark.parametrize("num_tokens", [5, 130, 700])
-def test_a_part_of_a_models_pages_arrives_and_nothing_else(engines, num_tokens):
+def check(engines, num_tokens):
+    """Load a prompt of the prefill engine, and compare all bytes of the decode engine."""
     asked, params = offered(engines.p, num_tokens)
     before = engines.d.memory.copy()
     wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
@@ -57,3 +57,30 @@ def test_a_part_of_a_models_pages_arrives_and_nothing_else(engines, num_tokens):
         elif clears:
             before[to.where] = 0
     assert (engines.d.memory == before).all()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 129, 130, 700])
+def test_a_part_of_a_models_pages_arrives_and_nothing_else(engines, num_tokens):
+    check(engines, num_tokens)
+
+
+@pytest.mark.parametrize("num_spec, checkpoints", [(0, 0), (3, 0), (0, 1), (3, 1)])
+def test_states_that_are_cached_at_the_ends_of_blocks_arrive(model, num_spec, checkpoints):
+    """With prompts that end a block, begin one, or take several steps."""
+    if checkpoints and not hasattr(kv.MambaSpec, "num_prefill_checkpoint_blocks"):
+        pytest.skip("this release of vLLM has no checkpoints within a prompt")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    options = {"speculative_config": drafts} if num_spec else {}
+    layers = aligned(num_spec, checkpoints)
+    with pair(
+        model,
+        layers,
+        num_blocks=96,
+        block_size=560,
+        enable_prefix_caching=True,
+        mamba_cache_mode="align",
+        max_num_batched_tokens=1120,
+        **options,
+    ) as engines:
+        for num_tokens in (5, 300, 560, 561, 1120, 1121, 1400):
+            check(engines, num_tokens)

@@ -433,7 +433,9 @@ class SchedulerHalf:
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
         ]
-        if not all(ids for ids, _ in held):
+        # of a chunk that the next token begins nothing is kept, and nothing is missing
+        missing = (retention_of(info).missing(0, num_tokens) for info in self._groups)
+        if any(needed and not ids for needed, (ids, _) in zip(missing, held, strict=True)):
             return None
         is_whole = not is_decoder and request.request_id not in self._shortened
         token = self.first_tokens.of(request) if is_whole else None
