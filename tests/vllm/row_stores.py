@@ -75,7 +75,7 @@ def plain_spec(name: str) -> kv.AttentionSpec:
 def engine_config() -> VllmConfig:
     """Return a configuration for backends that ask for one when they are made."""
     config = VllmConfig()
-    config.model_config = SimpleNamespace(max_model_len=WHOLE)
+    config.model_config = SimpleNamespace(max_model_len=WHOLE, is_diffusion=False)
     return config
 
 
