@@ -171,7 +171,7 @@ class SglangEngine(Server):
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
 
     @property
-    def address(self):
+    def remote(self):
         """Return where its directory service is, as vLLM's decode engine takes it."""
         return {
             "remote_engine_id": f"sglang-prefill-{self.bootstrap_port}",
@@ -238,7 +238,7 @@ class VllmEngine(InProcess):
         return {"bootstrap_host": f"{self.engine_id}@127.0.0.1", "bootstrap_port": self._port}
 
     @property
-    def address(self):
+    def remote(self):
         """Return the same as minillm's decode engine takes it."""
         return {
             "remote_engine_id": self.engine_id,
@@ -249,7 +249,7 @@ class VllmEngine(InProcess):
 
     def begin_decode(self, prompt, names, prefill, **options):
         """Ask for the tokens after a prompt that `prefill` computes. Returns the request."""
-        params = {"do_remote_prefill": True, **prefill.address, **names.params}
+        params = {"do_remote_prefill": True, **prefill.remote, **names.params}
         return self.submit(prompt, params, **options)
 
     def log_text(self):
@@ -344,7 +344,7 @@ class MinillmEngine:
         return {"bootstrap_host": f"{self.engine_id}@127.0.0.1", "bootstrap_port": self._port}
 
     @property
-    def address(self):
+    def remote(self):
         """Return the same as vLLM's and minillm's decode engines take it."""
         return {
             "remote_engine_id": self.engine_id,
@@ -355,7 +355,7 @@ class MinillmEngine:
 
     def begin_decode(self, prompt, names, prefill, **options):
         """Ask for the tokens after a prompt that `prefill` computes. Returns the request."""
-        params = {"do_remote_prefill": True, **prefill.address, **names.params}
+        params = {"do_remote_prefill": True, **prefill.remote, **names.params}
         return self.submit(prompt, params, **options)
 
     def result(self, request):

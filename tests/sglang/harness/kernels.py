@@ -34,7 +34,10 @@ def _stand_in_on_a_gpu():
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.dual_gemm import DualGemm
     from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.model_executor.runner_backend_utils import weak_ref_tensor
 
+    # a graph then keeps its intermediate results, which costs memory alone
+    weak_ref_tensor.weak_ref_tensor = torch.Tensor.detach
     # it would compile a kernel, for a minute
     memory_pool.can_use_store_cache = lambda *_: False
     DualGemm._select_mode = lambda *_: None  # it would import CUTLASS
