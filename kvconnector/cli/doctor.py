@@ -380,6 +380,8 @@ def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
     verdict: Verdict = "warn" if pair.warnings else "ok"
     taken = f"a request went by: {'+'.join(sorted(pair.paths))}"
     yield Finding("data path", verdict, "; ".join([taken, *pair.warnings]))
+    if not pair.lanes:  # chunks are copied through host memory, as the warning above says
+        return
     lanes = "+".join(text.rpartition(" ")[2] for text in pair.lanes)
     if not tls and {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"}:
         text = f"{lanes}: processes of this host share no memory; see UCX_TLS, and that /dev/shm can be written"

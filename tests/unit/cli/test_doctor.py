@@ -74,6 +74,12 @@ def test_a_workers_warnings_are_those_of_its_data_path():
     assert path.text == "a request went by: packed; a slot of staging memory less"
 
 
+def test_copies_through_host_memory_are_a_warning_without_lanes():
+    warning = "its packed reads are copied through host memory, over tcp/lo"
+    (found,) = doctor_module.packed_findings(_pair("packed", [warning], lanes=()), "")
+    assert (found.verdict, warning in found.text) == ("warn", True)
+
+
 def test_the_reason_against_direct_reads_is_a_note():
     found = doctor_module.direct_finding(_pair("packed", ["no memory can be shared"]))
     assert found.verdict == "note"
