@@ -24,8 +24,8 @@ COMMANDS = {
 }
 """Each is the command in the module of the same name."""
 STATUSES = (
-    "Exit status: 0 well; 1 a fault was found, or a result was wrong; 2 wrong usage, or an error that the text names;"
-    " 130 interrupted."
+    "Exit status: 0 for success, 1 for a fault that was found or a wrong result, 2 for wrong usage or an error that the"
+    " text names, 130 if interrupted."
 )
 
 

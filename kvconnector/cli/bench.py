@@ -245,7 +245,7 @@ def _pairs(*, output: Path | None, json: bool, **given: Any) -> int:
 _JOB = Benchmark(
     "pairs",
     "All ordered pairs of a torchrun job's ranks, as a matrix.",
-    "kvconnector bench pairs --device cuda, by torchrun --nproc-per-node 8 -m kvconnector.cli",
+    "torchrun --nproc-per-node 8 -m kvconnector bench pairs --device cuda",
     ("model", "tokens", "iterations", "scattered", "decode", "device", "tls", *_REPORT),
     {"tokens": "512", "iterations": 5},
 )

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from kvconnector.bench.results import ShowProgress
 
-PAGE_WIDTH = 100
-"""Columns of tables in a page."""
 REFRESH_S = 0.25
 PATH = click.Path(path_type=Path)
 json_flag = click.option("--json", is_flag=True, help="Print JSON.")

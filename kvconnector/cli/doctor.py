@@ -62,8 +62,8 @@ text_option = partial(click.option, default="", show_default=False)
 @click.option(
     "--keys", type=PATH, help="Directory of key files; default: what the environment names."
 )
-@click.option("--device", default="cpu", help="Where the caches are that it tries: cpu or cuda:N.")
-@text_option("--tls", help="UCX_TLS of what it tries.")
+@click.option("--device", default="cpu", help="Where to try caches: cpu or cuda:N.")
+@text_option("--tls", help="UCX_TLS for these tries.")
 @click.option(
     "--peer",
     type=host_and_port,

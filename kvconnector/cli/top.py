@@ -85,9 +85,9 @@ class Snapshot:
 @click.command(epilog="Example: kvconnector top http://10.0.0.5:8100 http://10.0.0.6:8200")
 @click.argument("endpoints", nargs=-1, required=True)
 @click.option(
-    "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
+    "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between refreshes."
 )
-@click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
+@click.option("--count", type=click.IntRange(1), help="End after this many refreshes.")
 @click.option("--svg", type=OutputPath(".svg"), help="Write the last screen here.")
 @json_flag
 def top(

@@ -23,7 +23,6 @@ from kvconnector.cli.app import CONTEXT, STATUSES, run
 from kvconnector.cli.bench import CUTS, PAIR, Benchmark, bench, commands_of
 from kvconnector.cli.console import (
     JSON_FILE,
-    PAGE_WIDTH,
     FiniteRange,
     OutputPath,
     draw_loglog,
@@ -40,13 +39,14 @@ if TYPE_CHECKING:
     from kvconnector.bench.results import BenchReport
 
 PROGRAM = "scripts/bench"
+PAGE_COLUMNS = 100
 
 
 def write_page(report: BenchReport, path: Path) -> None:
     """Write pictures of the bursts' throughput, all tables, and the environment as a page. Raises as `picture`."""
     from rich.console import Console
 
-    console = Console(record=True, width=PAGE_WIDTH, file=StringIO(), highlight=False)
+    console = Console(record=True, width=PAGE_COLUMNS, file=StringIO(), highlight=False)
     for case in report.cases:
         case.print_to(console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
