@@ -1,12 +1,15 @@
 """Transfers in vLLM's traces, and engines of vLLM 0.33 that sleep and wake up with transfers under way."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from vllm.distributed import parallel_state
 
 from kvconnector.errors import LocalError, MemoryInUseError
 from kvconnector.integrations.vllm import worker as worker_module
 from kvconnector.integrations.vllm.connector import KVConnector
+from kvconnector.integrations.vllm.placement import engine_groups
 from kvconnector.runtime import Worker
 from kvconnector.runtime.driver_thread import DriverThread
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
@@ -73,8 +76,15 @@ def test_a_request_to_a_sleeping_engine_fails_alone(model, monkeypatch, takes_st
         check_read(producer, consumer, 2, 90)
 
 
-@pytest.mark.parametrize("whose", ["own", "another rank's"])
-def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch, whose):
+@pytest.mark.parametrize(
+    "whose, reason",
+    [
+        ("own", "a consumer has not unmapped the caches"),
+        ("another rank's", "another rank of this engine cannot let go of its caches"),
+        ("a silent rank's", "another rank of this engine did not say in time .*: no answer"),
+    ],
+)
+def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch, whose, reason):
     """vLLM does not wake up an engine whose sleep has failed: it holds it for awake. So all ranks stay awake."""
     still = Mock(side_effect=MemoryInUseError("a consumer has not unmapped the caches"))
     with engines(model, Shape(), Shape()) as (producer, consumer):
@@ -84,10 +94,21 @@ def test_an_engine_that_could_not_sleep_goes_on(model, monkeypatch, whose):
                 if whose == "own":
                     patch.setattr(DriverThread, "withdraw_pools", still)
                 else:
-                    patch.setattr(worker_module, "is_any", lambda mine, groups, wait_s: True)
-                with pytest.raises(MemoryInUseError):
+                    silent = RuntimeError("no answer") if whose == "a silent rank's" else None
+                    answer = Mock(side_effect=silent, return_value=True)
+                    patch.setattr(worker_module, "is_any", answer)
+                with pytest.raises(MemoryInUseError, match=reason):
                     rank.connector.unregister_kv_caches()
             check_read(producer, consumer, sleeper is producer, 90)
+
+
+@pytest.mark.parametrize("joining", [(), ("tp",), ("pcp",), ("pp",), ("tp", "pcp", "pp")])
+def test_the_ranks_that_agree_to_sleep_are_those_of_each_kind_of_parallelism(monkeypatch, joining):
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    for kind in ("tp", "pcp", "pp"):
+        group = SimpleNamespace(world_size=2 if kind in joining else 1, cpu_group=kind)
+        monkeypatch.setattr(parallel_state, f"get_{kind}_group", lambda found=group: found)
+    assert engine_groups() == list(joining)
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4317", None])

@@ -1,7 +1,9 @@
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from kvconnector.integrations.vllm.messages import ConnectorStep
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.unwritten import FailedParts
-from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.integrations.vllm.worker import ReplicaHalf, WorkerHalf
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.outbox import Outbox
@@ -142,17 +144,27 @@ class TakingWorker:
         self.output = self.awaited
 
 
-def worker_half(worker, host_buffer=None, *, is_clearing=False):
+def worker_half(worker, host_buffer=None, *, is_clearing=False, kind=WorkerHalf):
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
     settings = Settings(config, False, 64, 480.0, "auto", "m")
     cache_config = SimpleNamespace(needs_kv_cache_zeroing=is_clearing)
     untraced = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
-    half = WorkerHalf(untraced, cache_config, settings, c.placed())
+    half = kind(untraced, cache_config, settings, c.placed())
     half._worker = worker
     if host_buffer is not None:
         half._host_buffer = host_buffer
         half._groups = host_buffer.groups
     return half
+
+
+@pytest.mark.parametrize("may_sleep", [True, False])
+def test_a_rank_that_transfers_nothing_sleeps_only_with_all_others(monkeypatch, may_sleep):
+    asked = Mock(return_value=not may_sleep)
+    monkeypatch.setattr(worker_module, "is_any", asked)
+    half = worker_half(None, kind=ReplicaHalf)
+    with nullcontext() if may_sleep else pytest.raises(MemoryInUseError, match="another rank"):
+        half.sleep()
+    assert asked.call_count == 1  # the others wait for its answer
 
 
 def test_layers_are_reported_in_order_and_before_the_step():

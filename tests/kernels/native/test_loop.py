@@ -11,14 +11,15 @@ from kvconnector_kernels.pump.loop_calls import look
 JOB_BYTES, CHUNK_BYTES = 64, 40
 OK, IN_PROGRESS, TRUNCATED, CANCELED, LOST = 0, 1, -9, -16, -25
 FIRST_REQUEST = 1 << 20
+LIMIT_NS = 20_000_000
 TAGS = 1000
 """Tags between two programs."""
 
 
 class Loop:
     """The records of a loop. `sent` and `received` are the tags of what was posted, in order, with the request of each,
-    `copied` the slots' addresses, `calls` the direct reads that were called. With `at_once` sends end when they are
-    posted, and with `copies` copies do.
+    `copied` the slots' addresses, `calls` the direct reads that were called, `num_sleeps` how often the loop has slept.
+    With `at_once` sends end when they are posted, and with `copies` copies do. Each look at the clock takes `tick_ns`.
     """
 
     def __init__(self, *, num_slots, num_programs=1, at_once=False, copies=True):
@@ -26,6 +27,7 @@ class Loop:
         self.sent, self.received, self.copied, self.cancelled = {}, {}, [], []
         self.freed, self.statuses, self.lengths, self.has_message = [], {}, {}, False
         self.calls, self.returned = [], r.MORE
+        self.tick_ns = self.now_ns = self.num_sleeps = 0
         self.fences = (c_uint32 * (3 * num_slots))()
         self.sends = (r.SendRecord * num_programs)()
         self.receives = (r.ReceiveRecord * num_programs)()
@@ -54,7 +56,7 @@ class Loop:
             job_bytes=JOB_BYTES,
             copy=self._as_c(5, self._copy),
             worker_progress=self._as_c(1, lambda worker: 0),
-            worker_arm=self._as_c(1, lambda worker: OK),
+            worker_arm=self._as_c(1, self._arm),
             tag_send=self._as_c(5, self._send),
             tag_recv=self._as_c(6, self._receive),
             tag_probe=self._as_c(5, lambda *_: self.has_message),
@@ -62,7 +64,7 @@ class Loop:
             request_free=self._as_c(1, self.freed.append),
             request_cancel=self._as_c(2, lambda worker, request: self.cancelled.append(request)),
             recv_test=self._as_c(2, self._test),
-            clock_gettime=self._as_c(2, lambda *_: 0),
+            clock_gettime=self._as_c(2, self._read_clock),
             wake_fd=ctypes.addressof(self._wake),
             **{
                 name: ctypes.addressof(getattr(self, name))
@@ -82,6 +84,14 @@ class Loop:
 
         self._called.append(ctypes.CFUNCTYPE(c_int64, *[c_int64] * count)(call))
         return ctypes.cast(self._called[-1], ctypes.c_void_p).value
+
+    def _arm(self, worker):
+        self.num_sleeps += 1
+
+    def _read_clock(self, kind, timespec):
+        self.now_ns += self.tick_ns
+        words = (c_int64 * 2).from_address(timespec)
+        words[0], words[1] = divmod(self.now_ns, 1_000_000_000)
 
     def _copy(self, context, job, slot, fence, value):
         self.copied.append(slot)
@@ -136,6 +146,16 @@ class Loop:
         for _ in range(count):
             why = look(ctypes.addressof(self.state))
         return why
+
+    def run(self, owner, limit_ns, *, begin=None):
+        """Run for this long, after a call of `begin`. Returns the time that has passed."""
+        self.tick_ns, self._lock.owner = limit_ns // 100, owner
+        self._runs[owner] = r.Run(owner=owner, limit_ns=limit_ns)
+        self.state.entering = owner
+        self.state.begin = None if begin is None else self._as_c(1, lambda _: begin())
+        before_ns = self.now_ns
+        assert look(ctypes.addressof(self.state)) == r.TIMEOUT
+        return self.now_ns - before_ns
 
     def end(self, request, status=OK, length=CHUNK_BYTES):
         """End what was posted."""
@@ -340,3 +360,71 @@ def test_a_direct_read_that_fails_says_why_after_its_last_copy():
     c_uint32.from_address(read.fence).value = read.fence_value
     loop.passes()
     assert (loop.calls, read.phase) == ([0], r.OVER)
+
+
+@pytest.mark.parametrize("what", ["nothing", "a send", "a receive", "a direct read"])
+def test_the_loop_sleeps_unless_a_copy_is_under_way(what):
+    """No descriptor shows that a copy has ended."""
+    loop = Loop(num_slots=1, copies=False)
+    if what == "a send":
+        loop.send(window=1)
+    elif what == "a receive":
+        loop.receive(window=1)
+        loop.passes()
+        loop.end(loop.received[0])
+    elif what == "a direct read":
+        loop.read(returned=r.ALL)
+    loop.passes()
+    loop.run(r.INLINE, LIMIT_NS)
+    assert (loop.num_sleeps > 0) == (what == "nothing")
+
+
+@pytest.mark.parametrize("owner", [r.DRIVER, r.INLINE])
+def test_the_driver_returns_when_it_is_asked_to_and_inline_progress_when_its_time_is_over(owner):
+    loop = Loop(num_slots=1, copies=False)
+    loop.send(window=1)  # whose copy does not end
+
+    def ask():
+        loop.state.return_by_ns = loop.now_ns + LIMIT_NS // 4
+
+    passed_ns = loop.run(owner, LIMIT_NS, begin=ask)
+    assert passed_ns >= LIMIT_NS // 4
+    assert (passed_ns < LIMIT_NS) == (owner == r.DRIVER)
+
+
+def test_the_driver_has_released_the_lock_before_it_sleeps_for_others():
+    loop = Loop(num_slots=1)
+    owners = []
+    loop.state.yield_gil_us = 1 << 40
+    loop.state.usleep = loop._as_c(1, lambda _: owners.append(loop._lock.owner))
+    loop.run(r.DRIVER, LIMIT_NS)
+    assert owners == [r.NOBODY]
+    assert loop._lock.owner == r.NOBODY
+
+
+def test_what_the_driver_has_found_may_be_taken_by_another_thread():
+    """It waits for the GIL, which that thread has."""
+    loop = Loop(num_slots=1)
+    loop._lock.owner = r.DRIVER
+    loop._runs[r.DRIVER] = r.Run(owner=r.DRIVER, limit_ns=LIMIT_NS)
+    loop.state.entering = r.DRIVER
+    loop.has_message = True
+    assert loop.passes(1) == r.READABLE
+    assert loop._lock.pending == 1
+    loop.state.entering, loop._lock.pending = r.NOBODY, 0
+    assert loop.passes(1) == r.READABLE
+    assert loop._lock.pending == 0  # who looks inline does it
+
+
+def test_work_that_is_added_during_a_run_begins_in_its_next_pass():
+    loop = Loop(num_slots=1)
+    added = []
+
+    def add():
+        if not added:
+            added.append(loop.receive(window=1))
+
+    loop.state.worker_progress = loop._as_c(1, lambda worker: add())
+    loop.state.spin_after_work_ns = 1 << 60
+    loop.run(r.INLINE, LIMIT_NS)
+    assert list(loop.received) == [0]

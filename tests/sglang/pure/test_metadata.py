@@ -147,6 +147,19 @@ def test_without_one_of_its_columns_nothing_is_moved_for_a_draft_model(name, cap
     assert others.seed_bytes
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_row_has_all_sampling_masks_or_none_or_lacks_some(mask):
+    assert _rows(Buffers([name for name in KNOWN if name != mask])).lacks == (mask,)
+    assert _rows(Buffers([name for name in KNOWN if name not in MASKS])).lacks == ()
+
+
+@pytest.mark.parametrize(
+    "draft, hidden, is_moved", [(0, 32, 0), (1, 32, 1), (0, 128, 1), (1, 128, 1)]
+)
+def test_what_a_draft_model_needs_is_moved_where_there_is_one(draft, hidden, is_moved):
+    assert bool(_rows(Buffers(COLUMNS, hidden=hidden), draft=draft).seed_bytes) == is_moved
+
+
 def _pools(missing=(), **changes):
     shape = {"tp_size": 1, "pp_size": 1, "is_prefill": True, "page_size": 4}
     pools = Pools(Model(), rank=(0, 0), **shape | changes)
