@@ -47,6 +47,8 @@ class Side:
     `kind` of its pool: "mha", "mla", "swa" (with sliding windows) or "mamba" (with recurrent states).
     """
 
+    kv_cache_dtype = "auto"
+
     def __init__(self, backend, mode, page_size, device, kind="mha"):
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 
@@ -57,7 +59,7 @@ class Side:
         self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 0)
         args = listed(self.pool, page_size, num_layers=LAYERS)
         args.pp_rank = args.system_dp_rank = 0
-        args.kv_cache_dtype_str, args.kv_layout = "auto", None
+        args.kv_cache_dtype_str, args.kv_layout = self.kv_cache_dtype, None
         args.is_hybrid_mla_backend = False
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
         server = SimpleNamespace(
@@ -560,6 +562,37 @@ def test_states_of_another_type_with_as_many_bytes_are_refused(backend, monkeypa
             _until(FAILED, receiver)
             with pytest.raises(IncompatiblePeerError, match="elements"):
                 receiver.failure_exception()
+
+
+def test_types_whose_scales_sglang_does_not_list_are_refused(backend, monkeypatch):
+    """Their values would arrive without the numbers by which they are multiplied."""
+    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        64,
+        16,
+        torch.uint8,
+        HEADS,
+        32,
+        LAYERS,
+        "cpu",
+        False,
+        quant_method=FP4MXBlock16KVCacheMethod(),
+    )
+    listed_pointers = listed(pool, 16, num_layers=LAYERS).kv_data_ptrs
+    assert {each.data_ptr() for each in pool.k_scale_buffer}.isdisjoint(listed_pointers)
+    for dtype in ("fp4_mx_block16", "nvfp4", "mxfp8", "int3"):
+        monkeypatch.setattr(Side, "kv_cache_dtype", dtype)
+        with pytest.raises(ConfigError, match=dtype) as refused:
+            Side(backend, "decode", 32, "cpu")
+        assert refused.value.context["kv_cache_dtype"] == dtype
+
+
+def test_keys_and_values_in_tiles_are_refused(backend, monkeypatch):
+    monkeypatch.setenv("SGLANG_AITER_KV_CACHE_LAYOUT", "vectorized_5d")
+    with pytest.raises(ConfigError, match="vectorized_5d"):
+        Side(backend, "decode", 32, "cpu")
 
 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):

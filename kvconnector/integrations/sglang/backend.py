@@ -53,7 +53,7 @@ from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.metadata import name_columns
-from kvconnector.integrations.sglang.numbers import numbers_of_pool
+from kvconnector.integrations.sglang.numbers import ELEMENTS, numbers_of_pool
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
@@ -430,7 +430,14 @@ def _data_parallel(args: KVArgs) -> tuple[int, int]:
 def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, object]:
     parallel, disagg = get_parallel(), get_disagg()
     pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
+    layout = str(envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()).lower()
     return {
+        # SGLang lists the values of nvfp4 and fp4_mx_block16 without their scales
+        "kv_cache_dtype": (
+            "" if args.kv_cache_dtype_str in {"auto", *ELEMENTS} else args.kv_cache_dtype_str
+        ),
+        # K and V in tiles, in which a page that is not full, or one head, is no range of bytes
+        "SGLANG_AITER_KV_CACHE_LAYOUT": "" if layout == "nhd" else layout,
         # each rank then has a registry of its own
         "SGLANG_RUST_SERVER with data-parallel attention": (
             parallel.attn_dp_size > 1 and bool(envs.SGLANG_RUST_SERVER.get())
