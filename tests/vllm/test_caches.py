@@ -460,6 +460,13 @@ def test_other_kinds_are_refused_by_name_with_the_reason(name):
     assert refused.value.context["why"] == REFUSED_KINDS[name]
 
 
+def test_prompts_whose_tokens_see_later_ones_are_refused():
+    """Of a model with a prefix LM: vLLM itself gives it no prefix cache."""
+    with pytest.raises(GeometryError, match="FullAttentionSpec") as refused:
+        group_info(attention(non_causal=True), 0, 1)
+    assert "see later ones" in refused.value.context["why"]
+
+
 def test_windows_whose_tokens_are_computed_again_are_refused():
     """DeepSeek-V4.1's."""
     if not hasattr(kv.SlidingWindowMLASpec, "bounded_replay"):

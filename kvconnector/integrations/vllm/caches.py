@@ -454,7 +454,9 @@ def group_info(
     if type(spec) is ChunkedLocalAttentionSpec:
         return keeps(keeps="chunk", extent_tokens=spec.attention_chunk_size)
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
-        return keeps()
+        if not getattr(spec, "non_causal", False):
+            return keeps()
+        why = "tokens of a prompt see later ones, so the cache of a longer prompt does not begin with a shorter one's"
     raise GeometryError(
         "KVConnector does not transfer cache groups of this kind",
         group=vllm_group,

@@ -40,6 +40,10 @@ IGNORED_OPTIONS = frozenset(
 )
 
 
+SAME_TYPES: Mapping[str, str] = {"fp8_e4m3": "fp8"}
+"""Names of vLLM's for a cache's type, and another one of the same type."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """A `ConnectorConfig`, and the integration's own settings, by the names of NixlConnector's options."""
@@ -193,17 +197,25 @@ def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
     """Return the values besides shapes on which two engines must agree. Their weights' quantization may differ."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(model.dtype).removeprefix("torch.")
+    of_cache = SAME_TYPES.get(str(cache.cache_dtype), str(cache.cache_dtype))
     return ModelDescription(
         model=name,
-        dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        dtype=dtype if of_cache == "auto" else of_cache,
         num_layers=model.get_total_num_hidden_layers(),
     )
 
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
     """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    engine loads, and each of its prefill context parallel ranks holds the whole cache.
+    model denoises its answers, or the engine loads, and each of its prefill context parallel ranks holds the whole
+    cache.
     """
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        raise ConfigError(
+            "KVConnector does not transfer caches of diffusion language models: they sample no token after a prompt,"
+            " and compute a block of an answer many times before its cache is kept",
+            model=str(vllm_config.model_config.model),
+        )
     parallel = vllm_config.parallel_config
     pcp_size = parallel.prefill_context_parallel_size
     if pcp_size > 1 and parallel.decode_context_parallel_size == 1 and role != "producer":

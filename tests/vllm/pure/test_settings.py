@@ -112,7 +112,11 @@ def test_the_model_name_that_peers_compare_can_be_set():
     config = vllm_config(model_name="org/m")
     found = integration.model_description(config, integration.Settings.of(config, {}).model_name)
     assert (found.model, found.dtype, found.num_layers) == ("org/m", "bfloat16", 4)
-    assert integration.model_description(vllm_config(cache_dtype="fp8"), "m").dtype == "fp8"
+    for name in (
+        "fp8",
+        "fp8_e4m3",
+    ):  # one engine's command may have one name, the other's the other
+        assert integration.model_description(vllm_config(cache_dtype=name), "m").dtype == "fp8"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,13 @@ def test_engines_do_not_load_into_replicated_caches(role, pcp_size, dcp_size, is
     refusal = pytest.raises(ConfigError, match="prefill_context_parallel_size=2")
     with nullcontext() if is_taken else refusal:
         integration.check_deployment(config, role)
+
+
+def test_a_model_that_denoises_its_answers_is_refused():
+    config = vllm_config()
+    config.model_config.is_diffusion = True
+    with pytest.raises(ConfigError, match="diffusion language models"):
+        integration.check_deployment(config, "producer")
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.32.1.dev3+g123", "0.33.0", "0.0.0", "dev"])
