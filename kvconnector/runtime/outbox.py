@@ -151,7 +151,8 @@ class Outbox:
         """End every request that the engine waits for, now and from now on: once, although two threads may call this.
 
         If copies under way `may_write` or read blocks, requests that have blocks do not end: the engine would give the
-        blocks to other requests. They end with a later call, without it, or one by one, as the driver reports.
+        blocks to other requests. They end with a later call, without it, or one by one, as the driver reports. Until
+        then they count as one failure.
         """
         with self._lock:
             self._failure = failure
@@ -166,6 +167,9 @@ class Outbox:
                     name: False for name, is_asked in self._loads.items() if not is_asked
                 }
                 if stuck := sorted({*self._stuck_loads, *self._stuck_leases}):
+                    # none of them ends, so that nothing else would count
+                    _count(self._unreported.stats.failures, type(failure).__name__)
+                    self._ring()
                     logger.error(
                         "the blocks of these requests may still be read and written, so they do not end: %s",
                         stuck,

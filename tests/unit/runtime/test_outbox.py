@@ -65,12 +65,31 @@ def test_blocks_whose_copies_go_on_are_never_reported_as_free():
     outbox.expect([load("a"), hold("r"), grown("g"), follow("f")])
     outbox.break_off(KVConnectorError("broken"), may_write=True)
     assert outbox.awaited() == ["a", "g", "r"]
-    outbox.take()
+    assert outbox.is_filled
+    assert outbox.take().stats.failures == {"KVConnectorError": 1}
     # the engine has computed the rest of a prompt for which the driver had a lease
     outbox.expect([hold("g")])
     outbox.give_up()
     assert outbox.take().is_empty
     assert outbox.awaited() == ["a", "g", "r"]
+
+
+def test_requests_end_once_their_copies_have_although_the_driver_had_failed():
+    outbox = Outbox()
+    outbox.expect([load("a"), load("b"), hold("r"), hold("s"), grown("g"), grown("h")])
+    outbox.break_off(KVConnectorError("stuck"), may_write=True)
+    outbox.expect([hold("g")])  # computed to its end meanwhile
+    assert outbox.take().finished_recving == set()
+    outbox.load_ended("a")  # the driver comes to these before it stops
+    outbox.released("r", "released")
+    outbox.break_off(KVConnectorError("stuck"))
+    output = outbox.take()
+    assert output.finished_recving == {"a", "b"}
+    assert output.failed_recving.keys() == {"b"}
+    assert output.finished_sending == {"r", "s", "g"}
+    assert output.failed_sending.keys() == {"s", "g"}
+    assert outbox.awaited() == []
+    assert outbox.take().is_empty
 
 
 def test_growing_leases_do_not_wait_for_a_broken_driver():
