@@ -270,6 +270,17 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
         (attention(), "SOME_NEW_ATTN", "SOME_NEW_ATTN"),
         (attention(num_head_slots=2 * HEADS), "FLASHINFER", "num_head_slots"),
         (attention(kv_quant_mode=kv.KVQuantMode.NVFP4), "FLASHINFER", "kv_quant_mode"),
+        (attention(kv_quant_mode=kv.KVQuantMode.INT8_PER_TOKEN_HEAD), "FLASH_ATTN", "INT8_PER"),
+        (attention(kv_quant_mode=kv.KVQuantMode.TURBOQUANT_4BIT_NC), "TRITON_ATTN", "TURBOQUANT"),
+        (
+            attention(
+                kv.MLAAttentionSpec,
+                num_kv_heads=1,
+                kv_quant_mode=kv.KVQuantMode.INT8_PER_TOKEN_HEAD,
+            ),
+            "TRITON_MLA",
+            "INT8_PER",
+        ),
         (attention(tokens_per_state=2), "FLASHMLA", "tokens_per_state"),
         (attention(kv.SinkFullAttentionSpec, sink_len=4), "FLASH_ATTN", "SinkFullAttentionSpec"),
     ],

@@ -53,6 +53,8 @@ PACKED_CONTENT = BLOCK_SPARSE | frozenset(
 """Backends that store, for each block, head and token, first K's elements and then V's, or opaque quantised bytes of
 both, in the order of the tensor's shape. The names of two are backends that share a cache: one for images, as Gemma's
 and vLLM's first choice for these, and one for all else."""
+UNPACKED_MODES = frozenset({"NONE", "FP8_PER_TENSOR", "NVFP4"})
+"""Kinds of numbers whose rows have nothing else. (NVFP4's K and V are refused for their head slots.)"""
 CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
 """Kinds of layers with two states, a convolution's input and a state per head, in this order and both split evenly."""
 
@@ -261,6 +263,14 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
             tokens_per_state=str(spec.tokens_per_state),
             shape=tuple(tensor.shape),
             block_size=block_size,
+        )
+    if spec.state_content_bytes is None and spec.kv_quant_mode.name not in UNPACKED_MODES:
+        raise GeometryError(
+            "KVConnector does not transfer a quantised cache whose backend does not state what a row has beside its"
+            " numbers: scales may be stored elsewhere",
+            layer=cache.name,
+            backend=cache.backend,
+            kv_quant_mode=spec.kv_quant_mode.name,
         )
     if spec.num_head_slots is not None or spec.kv_quant_mode.is_nvfp4:
         raise GeometryError(
