@@ -121,7 +121,7 @@ class DataPath:
 
     def renew(self) -> bool:
         """Describe the pools anew, since their memory was replaced, or has grown. Returns False if nothing changes."""
-        before, board = self.export, self.board
+        before, reason, board = self.export, self.why_packed, self.board
         if self._export_again is not None:
             try:
                 self.export, self.why_packed = self._export_again(), ""
@@ -133,7 +133,7 @@ class DataPath:
                 None,
                 "the caches have other memory than the one that is shared",
             )
-        if self.export is None and self.export != before:
+        if self.export is None and self.why_packed != reason:
             logger.warning("consumers cannot read these pools directly: %s", self.why_packed)
         return self.export != before
 

@@ -180,6 +180,26 @@ def test_a_producer_that_sleeps_hears_at_once_that_its_memory_is_free(sleeper):
     assert sleeper.d.workers[0].poll().failed_recving == {}
 
 
+def test_memory_that_nobody_can_map_after_a_sleep_is_read_packed(sleeper, caplog):
+    sleeper.request()
+    assert sleeper.run(sleeper.is_quiet)
+    sleeper.producer.withdraw_pools()
+    assert sleeper.run(lambda: bool(sleeper.path.reads.unmapping), max_turns=5)
+    sleeper.path.reads.unmapping.pop()()
+    assert told(sleeper)
+
+    def refuse():
+        raise TransportError("the GPU memory is in too many segments")
+
+    sleeper.p.workers[0].datapath._export_again = refuse
+    sleeper.producer.renew_pools()
+    assert "cannot read these pools directly: the GPU memory is in too many segments" in caplog.text
+    sleeper.request("again")
+    assert sleeper.run(sleeper.is_quiet)
+    assert sleeper.mappers == []
+    assert sleeper.d.workers[0].poll().failed_recving == {}
+
+
 def test_a_consumer_that_greets_while_its_producer_sleeps_maps_the_memory_later(sleeper):
     sleeper.producer.withdraw_pools()
     sleeper.request()
