@@ -16,7 +16,7 @@ pytest.importorskip(
 )
 
 from kvconnector.errors import ConfigError
-from kvconnector.integrations.vllm.encoder import EncoderConnector
+from kvconnector.integrations.vllm.encoder import EncoderConnector, scheduler
 from kvconnector.integrations.vllm.encoder.options import EncoderOptions
 from kvconnector.integrations.vllm.encoder.scheduler import Copy, EncoderStep
 from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
@@ -170,6 +170,22 @@ def test_an_offer_that_is_not_asked_for_is_declined(engine, reason):
     run([producer, consumer], lambda: request in consumer.params)
     run([producer, consumer], lambda: not producer.half._offers)
     assert (consumer.encodes, consumer.errors) == ([images[0].identifier], [])
+
+
+def test_a_request_declines_no_more_offers_than_its_prompt_may_have(engine, monkeypatch):
+    """A client may name any number; the others end with their leases."""
+    monkeypatch.setattr(scheduler, "MAX_DECLINED", 2)
+    producer, consumer = engine("producer"), engine("consumer")
+    params = {}
+    for name in "abcd":
+        params |= offered(producer, feature(name))
+    request = consumer.add(feature("e"), params=params)
+    run([producer, consumer], lambda: request in consumer.params)
+    run([producer, consumer], lambda: len(producer.half._offers) <= 2)
+    for _ in range(20):
+        producer.step()
+        consumer.step()
+    assert len(producer.half._offers) == 2
 
 
 def test_a_sibling_that_leaves_takes_no_offer_from_the_one_that_reads_it(engine):

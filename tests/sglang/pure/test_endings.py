@@ -18,6 +18,7 @@ from kvconnector.errors import (
 from kvconnector.integrations.sglang.transfers import Stage, error_from
 from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.ucx
 
@@ -96,6 +97,16 @@ def test_the_prefill_side_gives_up(pair, is_complete):
     pair.load(wanted, OTHERS, TOKENS)
     assert {*pair.until_over(*wanted)} == {Stage.FAILED}
     assert {type(error_of(each)) for each in wanted} == {TransferAbortedError}
+
+
+def test_nothing_is_kept_of_prompts_that_never_began(patient):
+    wanted = patient.want(50)
+    ranks = patient.decode.ranks
+    until(lambda: all(rank._followed for rank in ranks), lambda: [each.poll() for each in wanted])
+    for each in wanted:
+        each.abort()
+    for rank in ranks:
+        assert not rank._followed
 
 
 def test_a_request_that_is_aborted_before_it_begins_can_be_repeated(patient):

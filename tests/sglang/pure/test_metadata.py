@@ -117,6 +117,13 @@ def test_a_row_without_a_token_or_a_room_is_refused(name):
         _rows(Buffers([each for each in COLUMNS if each != name]))
 
 
+def test_columns_of_different_numbers_of_rows_are_refused():
+    pools = _pools()
+    pools.args.aux_data_lens[1] //= 2
+    with pytest.raises(GeometryError, match=rf"differ in their rows.*{NUM_ROWS // 2}, {NUM_ROWS}"):
+        MetadataRows(pools.args, "cpu")
+
+
 def test_a_column_that_is_listed_twice_is_refused():
     with pytest.raises(GeometryError, match="has some twice"):
         _rows(Buffers([*COLUMNS, COLUMNS[0]]))

@@ -71,6 +71,9 @@ def test_a_prompt_arrives_in_chunks_past_the_decode_engines_prefix(pair):
             pair.load(wanted, DECODE_PAGES, LONG, prefix=prefix)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
     pair.check(DECODE_PAGES, LONG, prefix=prefix)
+    for rank in (*pair.prefill.ranks, *pair.decode.ranks):
+        assert not rank._transferring
+        assert not rank._followed
 
 
 def test_a_prompt_below_a_page_that_is_computed_before_it_is_wanted(pair):

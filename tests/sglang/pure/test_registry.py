@@ -15,6 +15,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     UnknownRequestError,
 )
+from kvconnector.integrations.sglang.rank import _open_directory
 from kvconnector.integrations.sglang.registry import (
     WORKERS,
     Finder,
@@ -22,6 +23,7 @@ from kvconnector.integrations.sglang.registry import (
     Poster,
     registry_key,
 )
+from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import Stage
 from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
@@ -356,6 +358,27 @@ def test_a_port_from_the_settings_is_that_of_the_first_rank(ranks):
     pair, second = ranks("round_robin", KVCONNECTOR_CONTROL_PORT=str(port))
     directories = [engine.ranks[0].directory for engine in (pair.prefill, second)]
     assert directories == [f"tcp://127.0.0.1:{each}" for each in (port, port + 1)]
+
+
+def test_a_directory_whose_usual_port_is_taken_listens_at_another_one(caplog):
+    """Another engine of this host may have it: that is no reason not to start."""
+    port = free_ports()
+    config = connector_config(
+        is_prefill=True,
+        host="127.0.0.1",
+        bootstrap_port=port,
+        unique_name="p",
+        own_address="127.0.0.1",
+        environ={},
+        dp_rank=0,
+        dp_size=1,
+    )
+    with closing(_open_directory(config, port, 0)) as first:
+        assert first.address == f"tcp://127.0.0.1:{port}"
+        with closing(_open_directory(config, port, 0)) as second:
+            assert second.address.startswith("tcp://127.0.0.1:")
+            assert second.address != first.address
+    assert "the directory service listens at another port" in caplog.text
 
 
 @pytest.mark.ucx
