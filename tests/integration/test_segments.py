@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 MiB = 1 << 20
 SHAPE = {"head_dim": 128, "block": 16, "num_blocks": 1024}
 """Four layers of K and V, each 16 MiB."""
-SIZES = [48 * MiB, 32 * MiB, 48 * MiB, 16 * MiB]
+SIZES = [48 * MiB, 32 * MiB, 32 * MiB, 32 * MiB]
+"""Of the segments. A layer lies across each border between two of them."""
 BLOCKS, NUM_TOKENS = list(range(3, 67)), 1024
 PATHS = {"paths": {"direct": "always"}}
 
@@ -57,7 +58,10 @@ def test_a_producer_sleeps_and_wakes_with_new_memory(start, theirs):
         worker.quiesce(DEADLINE_S)
         for index in range(len(SIZES)):
             memory.unmap(index)
-        assert torch.cuda.mem_get_info(theirs)[0] - free_bytes >= sum(SIZES)
+        # A segment that anybody still maps keeps all of its memory, so without the smallest one at most this much is
+        # free again. Others on the card may allocate less than that meanwhile, as drivers do for the kernels they load.
+        freed_bytes = torch.cuda.mem_get_info(theirs)[0] - free_bytes
+        assert freed_bytes > sum(SIZES) - min(SIZES)
         for index in range(len(SIZES)):
             memory.map(index)
         for caches in p.caches:
