@@ -52,12 +52,13 @@ def test_one_lack_stops_a_recipe_and_a_test_opens_it():
     ]
     name = "sglang dp attention"
     lacking = fleet_script.Capability(text="x", why="it is refused")
-    there = fleet_script.Capability(text="x", level="GPU", tests=("tests/unit/test_fleet.py::",))
+    tests = ("tests/unit/test_fleet.py::",)
+    there = fleet_script.Capability(text="x", level="contract", tests=tests)
     for capability, missing in ((lacking, [name]), (there, [])):
         known = {**FLEET.capability, name: capability}
         fleet = msgspec.structs.replace(FLEET, capability=known)
         assert fleet.missing(recipe) == missing
-    assert fleet.level(recipe) == "CPU engines"  # the least of its needs
+    assert fleet.level(recipe) == "contract"  # the least of its needs
 
 
 @pytest.mark.parametrize(
