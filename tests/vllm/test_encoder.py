@@ -146,6 +146,7 @@ def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
         run([producer, consumer], lambda: request in consumer.params)
     assert (consumer.encodes, consumer.errors) == ((["a"], []) if has_media else ([], [request]))
     assert f"request {request}" in caplog.text
+    assert consumer.half._outputs.get("a") is None  # its room is free, and others may fetch it
 
 
 @pytest.mark.parametrize(

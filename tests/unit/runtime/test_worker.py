@@ -13,6 +13,7 @@ import torch
 from msgspec import structs
 
 import kvconnector as kvc
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import LocalError, WorkerStuckError
 from kvconnector.runtime import driver_thread
 from kvconnector.runtime.layers import StepLayers
@@ -93,6 +94,37 @@ def test_requests_that_end_while_the_worker_sleeps_are_dropped(is_loaded):
             worker.start_step(scheduler.build_step())
             until(lambda: "w" not in loads)
             assert worker.poll().failed_recving.keys() == ({"w"} if is_loaded else set())
+
+
+@pytest.mark.ucx
+def test_a_worker_that_sleeps_before_its_first_step_withdraws_and_renews_its_memory(monkeypatch):
+    """It has no driver yet, and consumers greet it later: they must map the memory that it has by then."""
+    with _worker() as worker:
+        worker.register(_caches())
+        path, called = worker._thread._datapath, []
+        monkeypatch.setattr(DataPath, "maps_segments", True)
+        for name in ("withdraw", "renew"):
+            monkeypatch.setattr(path, name, lambda what=name: called.append(what))
+        worker.quiesce(DEADLINE_S)
+        assert called == ["withdraw"]
+        worker.resume()
+        assert called == ["withdraw", "renew"]
+
+
+@pytest.mark.ucx
+def test_a_worker_that_wakes_up_does_not_wait_for_a_busy_driver_for_ever(monkeypatch, caplog):
+    with _worker() as worker, kvc.Scheduler(CONFIG, [_registered(worker)]) as scheduler:
+        worker.start_step(scheduler.build_step())
+        monkeypatch.setattr(driver_thread, "RENEW_TIMEOUT_S", 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._thread, "_run_inline", lambda drive: False)
+            worker.resume()
+    assert "no consumer can read these pools directly: the driver is busy" in caplog.text
+
+
+def _registered(worker):
+    worker.register(_caches())
+    return worker.handshake()
 
 
 class Held:
