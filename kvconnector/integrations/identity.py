@@ -86,8 +86,12 @@ def check_identity(extra: bytes, own: Sequence[Identity]) -> None:
         RemoteProtocolError: see `PromptEnd.decode`.
     """
     theirs = PromptEnd.decode(extra).identity
-    if theirs is None:
-        return
+    if theirs is not None:
+        compare_identities(theirs, own)
+
+
+def compare_identities(theirs: Identity, own: Sequence[Identity]) -> None:
+    """Raise OtherPromptError unless `theirs` is the one of `own` that has as many tokens."""
     ours = next((each for each in own if each.num_tokens == theirs.num_tokens), None)
     if ours is None:
         raise OtherPromptError(

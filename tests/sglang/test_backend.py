@@ -207,6 +207,12 @@ def sides(backend, request):
         yield made
 
 
+def request_of(prompt):
+    """Return what the hooks look at in SGLang's request."""
+    plain = dict.fromkeys(("lora_id", "cache_salt", "multimodal_inputs", "input_embeds"))
+    return SimpleNamespace(origin_input_ids=prompt, **plain)
+
+
 def _asked(backend, sides):
     """Make a sender and a receiver for one room, the receiver with its pages."""
     prefill, decode = sides
@@ -220,10 +226,14 @@ def _asked(backend, sides):
     receiver.init(0)
     stream = torch.cuda.current_stream() if decode.device != "cpu" else None
     scheduler = SimpleNamespace(
-        sliding_window_size=WINDOW, forward_stream=stream, enable_overlap=stream is not None
+        sliding_window_size=WINDOW,
+        forward_stream=stream,
+        enable_overlap=stream is not None,
+        model_config=SimpleNamespace(vocab_size=99),
     )
-    queue, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(kv_receiver=receiver)
-    backend.note_length(queue, request, range(TOKENS), decode.page_size)
+    decode_req = SimpleNamespace(kv_receiver=receiver, req=request_of(range(TOKENS)))
+    queue = SimpleNamespace(scheduler=scheduler)
+    backend.note_length(queue, decode_req, range(TOKENS), decode.page_size)
     return room, sender, receiver
 
 
@@ -279,9 +289,12 @@ def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
     assert not hasattr(sender, "prompt_end")
 
 
-def test_a_request_of_a_named_engine_knows_its_prompt_and_its_models_tokens(backend):
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_request_knows_its_prompt_and_its_models_tokens(backend, is_again):
+    """What is computed again, after a retraction, has the answer so far, too: it is not compared."""
     receiver = backend.LoadedPrompt.__new__(backend.LoadedPrompt)
-    receiver.is_of_named_engine = True
+    receiver.prompt_tokens = 0
+    receiver.is_computed_again = is_again
     receiver.kv_mgr = SimpleNamespace(digests=PromptDigests())
     scheduler = SimpleNamespace(
         sliding_window_size=None,
@@ -289,12 +302,13 @@ def test_a_request_of_a_named_engine_knows_its_prompt_and_its_models_tokens(back
         enable_overlap=False,
         model_config=SimpleNamespace(vocab_size=99),
     )
-    plain = dict.fromkeys(("lora_id", "cache_salt", "multimodal_inputs", "input_embeds"))
-    request = SimpleNamespace(origin_input_ids=[4, 5, 6], **plain)
-    decode_req = SimpleNamespace(kv_receiver=receiver, req=request)
+    decode_req = SimpleNamespace(kv_receiver=receiver, req=request_of([4, 5, 6]))
     backend.note_length(SimpleNamespace(scheduler=scheduler), decode_req, range(3))
-    known = receiver.prompt_tokens, receiver.prompt_digest(), receiver.vocab_size
-    assert known == (3, digest_of([4, 5, 6]), 99)
+    assert receiver.num_tokens == 3
+    assert receiver.prompt_tokens == (0 if is_again else 3)
+    if not is_again:
+        known = receiver.prompt_digest(), receiver.context, receiver.vocab_size
+        assert known == (digest_of([4, 5, 6]), {}, 99)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 5000])

@@ -332,6 +332,7 @@ def create_receiver(
     receiver.dp_rank = req.disagg_prefill_dp_rank
     if not is_again:
         return decode_req
+    receiver.is_computed_again = True
     if receiver.is_of_named_engine:
         receiver.fail(
             LocalError(
@@ -364,7 +365,7 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     """
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
-    if isinstance(receiver, LoadedPrompt) and receiver.is_of_named_engine:
+    if isinstance(receiver, LoadedPrompt) and not receiver.is_computed_again:
         prompt = decode_req.req.origin_input_ids
         receiver.prompt_tokens = len(prompt)
         receiver.prompt_digest = receiver.kv_mgr.digests.begin(prompt)
@@ -376,8 +377,8 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
 
 
 def note_end(buffers: Any, req: Any) -> None:
-    """Record the end of a prompt on its sender, for decode engines of another kind: a hook before `set_buf`, which
-    fills the row of metadata for those of SGLang.
+    """Record the end of a prompt on its sender: a hook before `set_buf`, which fills the row of metadata, that only
+    decode engines of SGLang read.
     """
     sender = req.disagg_kv_sender
     if isinstance(sender, SentPrompt):

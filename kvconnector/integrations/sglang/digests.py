@@ -1,6 +1,6 @@
 """Digests of prompts, for which no scheduler waits.
 
-Theory: an engine of another kind compares the digest of a prompt's tokens (`identity.Identity`). To hash 1000 tokens
+Theory: a decode engine compares the digest of a prompt's tokens (`identity.Identity`). To hash 1000 tokens
 takes about 10 us, 128,000 more than a millisecond, in which SGLang's scheduler would begin no step. So a long prompt's
 digest is made by a thread of its own, from the moment at which its request is admitted: long before the prompt is
 computed. Hashing releases the interpreter's lock. One thread serves all requests in the order of their admission, and

@@ -1,4 +1,6 @@
-"""What is said of a prompt at its end to engines of another kind, which cannot read SGLang's row of metadata. Pure."""
+"""What is said of a prompt at its end: its identity, and to engines of another kind, which cannot read SGLang's row of
+metadata, the first token. Pure.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,19 @@ def context_of(req: Any) -> dict[str, str]:
     if req.input_embeds is not None:
         context["embeds"] = "sglang"
     return context
+
+
+def shared_identity(identity: Identity) -> Identity:
+    """Return what two servers of SGLang both know of a prompt's identity. Each draws a name of its own for an adapter,
+    and may put other numbers in the place of the same image.
+    """
+    own_words = [name for name in ("adapter", "media", "embeds") if name in identity.context]
+    has_media = "media" in own_words or "embeds" in own_words
+    return Identity(
+        identity.num_tokens,
+        "" if has_media else identity.tokens_digest,
+        identity.context | dict.fromkeys(own_words, ""),
+    )
 
 
 def digest_of_drawing(params: Any) -> str:

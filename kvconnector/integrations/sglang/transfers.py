@@ -55,8 +55,9 @@ from kvconnector.errors import (
     TransferAbortedError,
     UnknownRequestError,
 )
-from kvconnector.integrations.identity import Identity, PromptEnd, check_identity
+from kvconnector.integrations.identity import Identity, PromptEnd, compare_identities
 from kvconnector.integrations.sglang.fields import named_engine
+from kvconnector.integrations.sglang.prompt_end import shared_identity
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
@@ -312,6 +313,9 @@ class LoadedPrompt(RoomTransfer):
     recompute: Mapping[str, object] | None = None
     """What to ask the prefill server for, if this rank has to ask: SGLang retracted the prompt, and its prefill engine
     computes it again."""
+    is_computed_again = False
+    """True if SGLang retracted the prompt: what the prefill engine computes then has the answer so far, too, and is not
+    compared."""
     abort_notified = True
     """SGLang's name: its deferred release may ask the manager whether the pages of a failed request are free."""
     bootstrap_infos: tuple[object, ...] = ()
@@ -328,7 +332,8 @@ class LoadedPrompt(RoomTransfer):
         """True if the router named the engine itself, which is of another kind."""
         self.prompt_tokens = 0
         self.context: Mapping[str, str] = {}
-        """The prompt's length, and what else its cache depends on: compared with what such an engine computed."""
+        """The prompt's length, 0 if it is not compared with what the prefill engine computed, and what else its cache
+        depends on."""
         self._is_sought = False
         self._registry: HostPort | None = None
         self._find_until_s = 0.0
@@ -463,15 +468,16 @@ class LoadedPrompt(RoomTransfer):
         """Give SGLang the request's row of metadata, or, of an engine that has none, the first token.
 
         Raises:
-            OtherPromptError: such an engine has computed another prompt.
-            RemoteError: it has sent no first token, and SGLang's decode engines do not compute one.
+            OtherPromptError: the prefill engine has computed another prompt.
+            RemoteError: such an engine has sent no first token, and SGLang's decode engines do not compute one.
         """
         with self.kv_mgr.after():
+            end = PromptEnd.decode(self.prompt_end)
+            if end.identity is not None and self.prompt_tokens:
+                self._compare(end.identity)
             if self.kv_mgr.rows.spread(self._row):
                 return
-            own = Identity(self.prompt_tokens, self.prompt_digest(), dict(self.context))
-            check_identity(self.prompt_end, (own,))
-            token = PromptEnd.decode(self.prompt_end).token
+            token = end.token
             if token is None or not 0 <= token < self.vocab_size:
                 raise RemoteError(
                     "the prefill engine sent neither metadata nor a usable first token: an engine of another kind sends"
@@ -483,6 +489,12 @@ class LoadedPrompt(RoomTransfer):
                     vocab_size=self.vocab_size,
                 )
             self.kv_mgr.rows.put_first_token(self._row, token, self.room)
+
+    def _compare(self, computed: Identity) -> None:
+        own = Identity(self.prompt_tokens, self.prompt_digest(), dict(self.context))
+        if not self.is_of_named_engine:
+            computed, own = shared_identity(computed), shared_identity(own)
+        compare_identities(computed, (own,))
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""

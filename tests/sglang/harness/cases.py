@@ -202,6 +202,7 @@ CASES = (
     _ours("window-hits-evicted", s.window_hits, model=WINDOW, decode=RADIX | FEW),
     Case("crowd", s.crowd, is_quick=True),
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
+    _ours("mixed-up", s.mixed_up),
     _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
     _ours("recomputed", s.recomputed),

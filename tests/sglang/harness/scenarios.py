@@ -359,6 +359,19 @@ def crossed(pair, outcome):
     pair.check_idle(outcome)
 
 
+def mixed_up(pair, outcome):
+    """A router gives two requests one room: the decode engine does not answer with another prompt's cache."""
+    one, other = prompt_of(90, seed=42), prompt_of(90, seed=43)
+    room = secrets.randbits(62) + 1
+    decode = pair.submit(other, ("decode",), room=room).decode
+    pair.submit(one, ("prefill",), room=room).prefill.answer()
+    answer, log = decode.answer(), pair.decode.log_text()
+    _check_failed(outcome, "another prompt", answer, log, errors.OtherPromptError)
+    outcome.check("where to try again", "(retry: never)" in answer.error)
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", other)
+
+
 def malformed(pair, outcome):
     """Requests whose fields no engine can use get an error, and others go on."""
     prompt = prompt_of(90, seed=41)

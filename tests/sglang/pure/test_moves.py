@@ -2,8 +2,11 @@
 
 from contextlib import closing
 
+import msgspec
 import pytest
 
+from kvconnector.errors import OtherPromptError
+from kvconnector.integrations.identity import Identity, PromptEnd, digest_of
 from kvconnector.integrations.sglang.transfers import Stage
 from tests.sglang.pure.engines import Pair
 from tests.sglang.pure.pools import Model
@@ -144,3 +147,47 @@ def test_ranks_of_context_parallelism_are_copies_that_are_read_in_turns(model, d
         pair.load(wanted, DECODE_PAGES, LONG)
         assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
         pair.check(DECODE_PAGES, LONG)
+
+
+PROMPT = [5, 6, 7]
+IMAGE, EMBEDS = {"media": "sglang:"}, {"embeds": "sglang"}
+COMPARED = {
+    "the same": (PROMPT, {}, PROMPT, {}, ""),
+    "the same salt": (PROMPT, {"salt": "a"}, PROMPT, {"salt": "a"}, ""),
+    "other tokens": (PROMPT, {}, [5, 6, 8], {}, "tokens"),
+    "a longer prompt": ([*PROMPT, 8], {}, PROMPT, {}, "length"),
+    "another salt": (PROMPT, {"salt": "a"}, PROMPT, {"salt": "b"}, "cache salt"),
+    "no salt": (PROMPT, {"salt": "a"}, PROMPT, {}, "cache salt"),
+    # each server draws its own name for an adapter
+    "an adapter": (PROMPT, {"adapter": "a"}, PROMPT, {"adapter": "b"}, ""),
+    "no adapter": (PROMPT, {"adapter": "a"}, PROMPT, {}, "adapter"),
+    "other tokens with an adapter": (PROMPT, {"adapter": "a"}, [1], {"adapter": "b"}, "length"),
+    # in whose place each server may put other numbers
+    "an image": (PROMPT, IMAGE, [5, 9, 7], IMAGE, ""),
+    "no image": (PROMPT, IMAGE, PROMPT, {}, "images"),
+    "embeddings": (PROMPT, EMBEDS, [0, 0, 0], EMBEDS, ""),
+    "no embeddings": (PROMPT, {}, PROMPT, EMBEDS, "embeddings"),
+}
+
+
+@pytest.mark.parametrize("computed, theirs, own, ours, differs", [*COMPARED.values()], ids=COMPARED)
+def test_another_prompt_is_refused(*, computed, theirs, own, ours, differs):
+    """A router gives two servers' requests one room."""
+    with closing(Pair(Model())) as pair:
+        sent, wanted = pair.send(82), pair.want(82)
+        identity = Identity(len(computed), digest_of(computed), theirs)
+        for each in sent:
+            each.prompt_end = msgspec.msgpack.encode(PromptEnd(7, "", len(computed), identity))
+        for each in wanted:
+            each.prompt_tokens, each.context = len(own), ours
+            each.prompt_digest = lambda: digest_of(own)
+        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        pair.load(wanted, DECODE_PAGES, 3)
+        stages = pair.until_over(*sent, *wanted)
+        if differs:
+            assert {*stages[-len(wanted) :]} == {Stage.FAILED}
+            with pytest.raises(OtherPromptError, match=differs):
+                wanted[0].failure_exception()
+        else:
+            assert {*stages} == {Stage.DONE}
+            pair.check(DECODE_PAGES, 3)
