@@ -1,5 +1,6 @@
 """Launchers that read SGLang's command line without loading its plugins accept our backend's name."""
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,28 @@ ServerArgs.add_cli_args(parser)
 options = ["--model-path", "m", "--disaggregation-transfer-backend", "kvconnector"]
 print(parser.parse_args(options).disaggregation_transfer_backend)
 """
+SPLIT = """
+import sys, torch
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.server_args import prepare_server_args
+
+options = ["--model-path", sys.argv[1], "--disaggregation-mode", "prefill", "--device", "cpu"]
+options += ["--disaggregation-transfer-backend", sys.argv[2], "--skip-tokenizer-init"]
+options += ["--tp", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave"]
+made = prepare_server_args([*options, "--enable-dsa-cache-layer-split"])
+made.resolve_once()
+found = resolving_view(made)
+print(found.disaggregation_transfer_backend, found.enable_dsa_cache_layer_split, found.page_size)
+"""
+OF_GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 4,
+    "index_topk": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 4,
+}
 OF_DYNAMO = """
 import asyncio, sys
 from dynamo.sglang.args import parse_args
@@ -68,6 +91,15 @@ def test_a_launcher_without_plugins_accepts_the_name_by_the_platforms_entry_poin
     assert "invalid choice: 'kvconnector'" in refused.stderr
     accepted = run("-c", LAUNCHER, groups=[GROUP])
     assert accepted.stdout.split()[-1:] == ["kvconnector"], accepted.stderr[-2000:]
+
+
+def test_sglang_admits_a_cache_split_by_layers_in_a_launcher_without_plugins(run, tmp_path):
+    """With all of SGLang's own resolution of a sparse model's options, as on a GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(OF_GLM), "utf-8")
+    refused = run("-c", SPLIT, str(tmp_path), "nixl", groups=[GROUP])
+    assert "only supports the mooncake transfer backend" in refused.stderr
+    admitted = run("-c", SPLIT, str(tmp_path), "kvconnector", groups=[GROUP])
+    assert admitted.stdout.split()[-3:] == ["kvconnector", "True", "64"], admitted.stderr[-2000:]
 
 
 def test_a_launcher_that_our_module_runs_accepts_the_name(run, tmp_path):
