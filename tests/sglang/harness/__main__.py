@@ -42,6 +42,8 @@ class SglangHarness(SerialHarness):
         return super().is_chosen(case) and (is_ours or not case.is_ours)
 
     def why_not(self, case):
+        if self._device.kind == "cuda" and case.model.get("kind") == "sparse":
+            return "SGLang has kernels for it on GPUs, which are not those of this harness"
         return self._device.why_not(case)
 
     def start(self):
@@ -73,6 +75,8 @@ class SglangHarness(SerialHarness):
         one = tuple(each for each in sorted(common) if each[0] == "disable-radix-cache")
         if case.model.get("window"):  # what it computes does not depend on a pool of windows
             one += (("disable-hybrid-swa-memory", True),)
+        if case.model.get("kind") == "sparse":
+            one += (("page-size", 64),)
         alone = self._alone.of(str(model), one)
         with ExitStack() as stack:
             nodes = stack.enter_context(hosts_of(case.nodes)) if case.nodes else None

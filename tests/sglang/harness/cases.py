@@ -40,10 +40,12 @@ RADIX = {"disaggregation-decode-enable-radix-cache": True}
 TP2 = {"tp": 2}
 PP2 = {"pp-size": 2}
 CP2 = {"tp": 2, "attn-cp-size": 2, "enable-prefill-cp": True, "cp-strategy": "zigzag"}
+SPLIT = CP2 | {"cp-strategy": "interleave", "enable-dsa-cache-layer-split": True}
 GQA1 = {"kv_heads": 1}
 WINDOW = {"window": 64}
 MLA = {"kind": "mla"}
 MLA_MOE = {"kind": "mla-moe"}
+SPARSE = {"kind": "sparse"}
 STATES = {"kind": "states"}
 MTP = {"kind": "mtp"}
 UNCACHED = {"disable-radix-cache": True}
@@ -83,6 +85,11 @@ def _timed(name, **options):
 
 def _graphs(name, **options):
     return Case(name, s.graphs, why_not="a CPU has no CUDA graphs", **options)
+
+
+def _sparse(name, scenario=s.tokens, *, prefill=(), decode=()):
+    sides = [_page(64) | dict(each) for each in (prefill, decode)]
+    return _ours(name, scenario, model=SPARSE, prefill=sides[0], decode=sides[1])
 
 
 KILL_PREFILL = partial(s.kill, side="prefill", other="decode")
@@ -175,6 +182,11 @@ CASES = (
     _attention("cp2-tp1", s.split_prompts, prefill=CP2),
     _attention("cp2-tp2", s.split_prompts, prefill=CP2, decode=TP2),
     _attention("cp2-hits-page16-64", s.prefix_hits, prefill=CP2, decode=RADIX | _page(64)),
+    _sparse("sparse"),
+    _sparse("cp2-split-tp1", s.split_layers, prefill=SPLIT),
+    _sparse("cp2-split-tp2", s.split_layers, prefill=SPLIT, decode=TP2),
+    _sparse("cp2-split-pp2", s.split_layers, prefill=SPLIT, decode=PP2),
+    _sparse("cp2-split-hits", s.prefix_hits, prefill=SPLIT, decode=RADIX),
     _ours("packed", environment=PACKED),
     _ours("packed-page16-64", decode=_page(64), environment=PACKED),
     Case("window", model=WINDOW),

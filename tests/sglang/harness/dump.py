@@ -14,6 +14,7 @@ import torch
 
 from tests.vllm.harness.digests import difference, digest, merged
 
+INDEX_PAGE, INDEX_WIDTHS = 64, (128, 4)
 NO_ROW = 0
 """The row of a window's pool that stands for tokens which it does not keep."""
 STATE_PARTS = ((512, 64, 64), (16,))
@@ -103,10 +104,27 @@ class Digests:
             self._layer(full, layer, index, rows)
         if names is not None:
             self._states()
+        self._keys(pool, rows)
         return self._found
 
     def _stage(self, pool):
-        return {(pool.start_layer or 0) + index: index for index in range(pool.layer_num)}
+        """Return the rank's layers: of some that it lacks, a pool has a tensor without rows."""
+        rows = [len(each) for each in getattr(pool, "kv_buffer", ())] or [1] * pool.layer_num
+        return {
+            (pool.start_layer or 0) + index: index for index in range(pool.layer_num) if rows[index]
+        }
+
+    def _keys(self, pool, rows):
+        """Digest the keys of a sparse indexer: pages of 64 tokens have 128 bytes of each, then 4 bytes of each."""
+        for index, tensor in enumerate(getattr(pool, "index_k_with_scale_buffer", ())):
+            if not len(tensor):
+                continue
+            pages, places = rows // INDEX_PAGE, rows % INDEX_PAGE
+            planes = tensor.split([INDEX_PAGE * width for width in INDEX_WIDTHS], dim=1)
+            own = [plane.unflatten(1, (INDEX_PAGE, -1))[pages, places] for plane in planes]
+            digests = digest(_bytes(torch.cat(own, dim=1)).reshape(len(rows), 1, -1))
+            found = dict(enumerate(digests[:, 0].tolist()))
+            self._found[f"{(pool.start_layer or 0) + index}.keys", 0] = found
 
     def _layer(self, pool, layer, index, places, first_token=0):
         if hasattr(pool, "kv_buffer"):

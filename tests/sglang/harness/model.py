@@ -9,12 +9,12 @@ FEW_TOKENS = 4
 
 
 def model_of(folder, *, kind="llama", kv_heads=4, window=0):
-    """Make a model of `kind` "llama", "mla", "mla-moe", "mtp", "states" or with a `window`, once."""
+    """Make a model of `kind` "llama", "mla", "mla-moe", "mtp", "sparse", "states" or with a `window`, once."""
     layers = 2 if kind.startswith("mla") else 4
     path = make_model(folder, kind=kind, kv_heads=kv_heads, layers=layers, window=window)
     if kind == "mla-moe":
         _change(path, scoring_func="softmax")
-    if kind.startswith("mla"):
+    if kind.startswith("mla") or kind == "sparse":
         # DeepSeek's only rotary embedding that SGLang computes on a CPU
         rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0}
         rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}

@@ -194,6 +194,14 @@ def split_prompts(pair, outcome):
     outcome.check("the ranks split prompts", is_split)
 
 
+def split_layers(pair, outcome):
+    """The same with ranks that keep some of the layers each, and lend them to one another."""
+    split_prompts(pair, outcome)
+    tokens(pair, outcome)
+    plans = re.findall(r"Layer shard plan .* local=(\[\d+,\d+\))", pair.prefill.log_text())
+    outcome.check("the ranks have layers of their own", len({*plans}), 2)
+
+
 def metrics(pair, outcome):
     """Both engines' metrics, `kvconnector top` and the dashboard's queries show what was transferred."""
     crowd(pair, outcome)

@@ -92,8 +92,9 @@ RATIOS = {6: [0, 128, 4, 128, 4, 0], 61: [128, *[128, 4] * 30]}
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     """Make a model under `folder`, once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
-    with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), or with a `window`
-    in every second layer (Gemma 3). Of "llama-8b", Llama 3.1 8B, and of `DEEPSEEK` the configuration alone.
+    with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), with a "sparse"
+    attention's indexer (GLM 5 without experts), or with a `window` in every second layer (Gemma 3). Of "llama-8b",
+    Llama 3.1 8B, and of `DEEPSEEK` the configuration alone.
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
@@ -190,6 +191,26 @@ def _config(transformers, common, kind, window):
             qk_nope_head_dim=128,
             qk_rope_head_dim=64,
             v_head_dim=128,
+        )
+    if kind == "sparse":
+        del common["head_dim"]
+        return transformers.GlmMoeDsaConfig(
+            **common | {"num_key_value_heads": common["num_attention_heads"]},
+            first_k_dense_replace=layers,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=256,
+            q_lora_rank=128,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            index_topk=2048,
+            index_n_heads=4,
+            index_head_dim=128,
+            num_nextn_predict_layers=0,
         )
     if kind == "states":
         kinds = ["mamba", "attention"] * (layers // 2)
