@@ -109,6 +109,9 @@ class Engine:
             },
         )
         config.kv_transfer_config.engine_id = name
+        # as for a model with recurrent states: a prompt's steps end where states are cached
+        modes = {getattr(spec, "mamba_cache_mode", "none") for spec, _ in layers.values()}
+        config.cache_config.mamba_cache_mode = "align" if "align" in modes else "none"
         self.cache_config = planned(config, layers, num_blocks)
         config.compilation_config.static_forward_context = {
             layer: SimpleNamespace(

@@ -78,7 +78,6 @@ def test_states_that_are_cached_at_the_ends_of_blocks_arrive(model, num_spec, ch
         num_blocks=96,
         block_size=560,
         enable_prefix_caching=True,
-        mamba_cache_mode="align",
         max_num_batched_tokens=1120,
         **options,
     ) as engines:
