@@ -9,12 +9,13 @@ from urllib.parse import parse_qs, urlsplit
 
 class Registry:
     """It listens at once. `asked` has the paths of all questions, `rooms` the rank of each room's number. What `answer`
-    returns is sent as JSON, bytes as they are.
+    returns is sent as JSON, bytes as they are. If it `hangs_up` it closes a connection after each answer, and does not
+    say so.
     """
 
     def __init__(self, port=0):
         self.rows, self.rooms, self.asked = [], {}, []
-        self.dp_size, self.follows, self.is_closed = 1, True, False
+        self.dp_size, self.follows, self.is_closed, self.hangs_up = 1, True, False, False
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,6 +37,7 @@ class Registry:
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
+                self.close_connection |= registry.hangs_up
 
             do_GET = do_PUT = do_POST = _answer
 

@@ -18,10 +18,12 @@ from kvconnector.errors import (
 from kvconnector.integrations.sglang.rank import _open_directory
 from kvconnector.integrations.sglang.registry import (
     WORKERS,
+    Asker,
     Finder,
     Found,
     Poster,
     registry_key,
+    route_of,
 )
 from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import Stage
@@ -181,11 +183,13 @@ def _dripping():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         threads = [threading.Thread(target=serve)]
         threads[0].start()
-        yield HostPort("127.0.0.1", listener.getsockname()[1])
-        is_over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-    for thread in threads:
-        thread.join()
+        try:
+            yield HostPort("127.0.0.1", listener.getsockname()[1])
+        finally:
+            is_over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
 
 
 def test_servers_whose_answers_never_end_delay_no_other_for_long(finder, registry, monkeypatch):
@@ -201,6 +205,84 @@ def test_servers_whose_answers_never_end_delay_no_other_for_long(finder, registr
         _until(lambda: all("timed out" in finder.trouble(each) for each in endless))
         for address in endless:
             finder.forget(address, 1)
+
+
+def test_a_server_that_is_known_does_not_wait_for_new_ones_that_do_not_answer(finder, registry):
+    registry.rows, registry.dp_size, registry.follows = [_row(0), _row(1)], 2, False
+    registry.rooms = {registry_key(room): 1 for room in (4, 5)}
+    finder.want(_at(registry), 4, None)
+    _until_found(finder, _at(registry), 4)
+    with ExitStack() as stack:
+        endless = [stack.enter_context(_dripping()) for _ in range(WORKERS)]
+        for address in endless:
+            finder.want(address, 1, None)
+        servers = [finder._servers[each] for each in endless]
+        _until(lambda: all(each.is_asked for each in servers))
+        finder.want(_at(registry), 5, None)
+        _until_found(finder, _at(registry), 5)
+        assert all(each.is_asked for each in servers)
+        for address in endless:
+            finder.forget(address, 1)
+
+
+def test_a_connection_that_the_registry_closed_meanwhile_is_opened_again(registry):
+    registry.rows, registry.hangs_up = [_row(0, 1)], True
+    with closing(Asker(_at(registry))) as asker:
+        for _ in range(3):
+            assert asker.ask("GET", route_of(-1, -1))["dp_size"] == 1
+
+
+def test_an_answer_that_is_too_long_is_refused(registry, monkeypatch):
+    registry.rows = [_row(0, 1)]
+    with closing(Asker(_at(registry))) as asker:
+        asker.ask("GET", route_of(-1, -1))
+        monkeypatch.setattr("kvconnector.integrations.sglang.registry.MAX_ANSWER_BYTES", 10)
+        with pytest.raises(OSError, match="the answer is too long"):
+            asker.ask("GET", route_of(-1, -1))
+
+
+def test_nothing_is_kept_of_servers_that_no_request_needs(finder, monkeypatch):
+    """A client may name any number of addresses."""
+    monkeypatch.setattr("kvconnector.integrations.sglang.registry.MAX_SERVERS", 2)
+    nobody = HostPort("127.0.0.1", free_ports())
+    finder.want(nobody, 1, None)
+    _until(lambda: "refused" in finder.trouble(nobody))
+    finder.forget(nobody, 1)
+    _until(lambda: nobody not in finder._servers)
+    for _ in range(4):
+        with closing(Registry()) as registry:
+            registry.rows = [_row(0, 1)]
+            finder.want(_at(registry), 4, None)
+            _until_found(finder, _at(registry), 4)
+        assert len(finder._servers) <= 2
+
+
+def test_a_room_that_is_given_up_while_it_is_asked_for_is_forgotten(finder, registry):
+    right, may_answer = registry.answer, threading.Event()
+
+    def answer(*question):
+        assert may_answer.wait(LIMIT_S)
+        return right(*question)
+
+    registry.rows, registry.answer = [_row(0, 1)], answer
+    finder.want(_at(registry), 4, None)
+    _until(lambda: registry.asked)
+    finder.forget(_at(registry), 4)
+    may_answer.set()
+    server = finder._servers[_at(registry)]
+    _until(lambda: not server.is_asked)
+    assert finder.take(_at(registry), 4) is None
+    assert not server.found
+
+
+@pytest.mark.parametrize(
+    "stated, port",
+    [(80, 80), (65535, 65535), (65536, 0), (0, 0), (-1, 0), ("80", 0), (None, 0), (8.5, 0)],
+)
+def test_a_port_that_is_none_is_not_stated(finder, registry, stated, port):
+    registry.rows = [_row(0, 1) | {"prefill_http_port": stated}]
+    finder.want(_at(registry), 4, None)
+    assert _until_found(finder, _at(registry), 4).http_port == port
 
 
 def test_a_question_never_blocks_who_asks(finder):
