@@ -44,11 +44,11 @@ def outside_the_heap():
 
 def are_shared_with_children(array):
     """Returns True if what a child process writes there is written here, too."""
+    before = array[[0, -1]].tolist()
     child = os.fork()
     if child == 0:
         array[[0, -1]] ^= 1
         os._exit(0)
-    before = array[[0, -1]].tolist()
     assert os.waitpid(child, 0)[1] == 0
     return before != array[[0, -1]].tolist()
 
