@@ -195,7 +195,7 @@ def test_staging_memory_of_the_host_is_locked_too(lock_limit, device, counts):
         ({}, offering(RDMA, TCP), "the peer has none that this host reaches"),
         ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), r"ucx\.net_devices=eth0 leaves out"),
         ({"TLS": "tcp"}, offering(RDMA, TCP), r"ucx\.tls=tcp leaves out RDMA"),
-        ({}, offering(TCP), r"install kvconnector\[rdma\]"),
+        ({}, offering(TCP), r'pip install "kvconnector\[rdma\]"'),
         ({}, offering(TCP), "libuct_ib.so.0 cannot be loaded: .*ibverbs1"),
     ],
 )
