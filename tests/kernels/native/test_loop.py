@@ -1,6 +1,7 @@
 """The loop, one pass at a time, with a UCX and copies that end when a test says so: order, windows, turns, failures."""
 
 import ctypes
+import os
 from ctypes import c_int64, c_uint32
 
 import pytest
@@ -428,3 +429,15 @@ def test_work_that_is_added_during_a_run_begins_in_its_next_pass():
     loop.state.spin_after_work_ns = 1 << 60
     loop.run(r.INLINE, LIMIT_NS)
     assert list(loop.received) == [0]
+
+
+def test_the_driver_consumes_what_has_woken_it():
+    """Otherwise it would never sleep again."""
+    loop, fd = Loop(num_slots=1), os.eventfd(1, os.EFD_NONBLOCK)
+    try:
+        loop._wake[0] = fd
+        loop.run(r.DRIVER, LIMIT_NS)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(fd)
+    finally:
+        os.close(fd)
