@@ -186,6 +186,18 @@ def changed(rows, change, *arguments):
     return rows
 
 
+def test_a_row_that_moves_leaves_nothing_behind_and_stays_where_it_moves_onto_itself():
+    table = make_groups(kernel_block_sizes=[16, 8], max_model_len=400)[0]
+    table.add_row([3, 4], 1)
+    table.move_row(1, 2)
+    table.move_row(2, 2)
+    assert [table.num_blocks(row) for row in range(4)] == [0, 0, 2, 0]
+    assert [row[:2] for row in table.numpy().tolist()] == [[0, 0], [0, 0], [3, 4], [0, 0]]
+    table.swap_row(2, 0)
+    assert [table.num_blocks(row) for row in range(4)] == [2, 0, 0, 0]
+    assert [row[:2] for row in table.numpy().tolist()] == [[3, 4], [0, 0], [0, 0], [0, 0]]
+
+
 @given(st.lists(CHANGES, max_size=12))
 def test_rows_equal_lists_of_ids(changes):
     tables = make_groups(kernel_block_sizes=[16, 8], max_model_len=400)
