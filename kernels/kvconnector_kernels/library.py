@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(None, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
     ),
-    "kvc_try_acquire": (c_bool, c_void_p, c_int64, c_int64),
+    "kvc_try_acquire": (c_bool, c_void_p, c_int64, c_int64, c_int64),
     "kvc_wait_until_free": (None, c_void_p),
     "kvc_release_inline": (None, c_void_p),
     "kvc_notify": (c_bool, c_void_p),

@@ -4,10 +4,10 @@
  * progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
  *
  * When it is free. The driver's thread owns it while it works. It releases it in three places, all inside the loop: while
- * it sleeps on descriptors, for a moment after a pass that moved nothing, and from its last pass until it has the GIL
- * back. The last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the
- * engine from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it
- * has worked in Python for long, it sleeps there first, for `yield_gil_us`, unless the run itself took as long:
+ * it sleeps, between two passes if an engine's thread wants it, and from its last pass until it has the GIL back. The
+ * last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the engine from
+ * its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it has
+ * worked in Python for long, it sleeps there first, for `yield_gil_us`, unless the run itself took as long:
  * otherwise it would take the GIL again before a waiting thread is awake.
  *
  * GIL. Python calls `kvc_try_acquire`, `kvc_release_inline` and `kvc_notify` without releasing the GIL: they take
@@ -20,14 +20,23 @@
  * no Python instruction lies between becoming the owner and being known as such: an interrupt (KeyboardInterrupt) may
  * come between any two instructions, and the thread that it hits must know if it owns the lock.
  *
+ * Wanted. While the loop spins it owns the lock nearly always, so an engine's thread that tried once would mostly find it
+ * taken. It sets `wanted` and waits for at most `limit_ns`, with the GIL. The loop looks at the word in every pass, and
+ * leaves the lock to that thread.
+ *
  * Wake-ups. `kvc_release_inline` and `kvc_notify` write to an eventfd on which the driver's thread sleeps, in the loop
  * and in `await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A lost
  * wake-up costs at most `PARK_MS`.
  *
  * Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
  * work, so work that arrives meanwhile sets it again. The driver's thread returns at once with what it found and with
- * what was reported. Until it has the GIL, an engine's thread may still take it, and has it: nothing else is needed for
- * work to be done by the thread that is there first.
+ * what was reported. Until it has the GIL, an engine's thread may still take it.
+ *
+ * Offers. Beside an engine that computes in Python the GIL takes 5 ms to get, and from the last pass until then nobody
+ * moves chunks but the engine's thread, once in each poll. So if the last waits for the GIL were long and the engine
+ * polls often, the loop goes on with moving chunks for `offer_work_ns`, and returns only if no poll has taken the work
+ * by then. What inline progress leaves for a turn is offered like all else. An engine's thread that finds the driver's
+ * waiting for long sleeps a moment, so that this one gets the GIL and is soon back in the loop.
  *
  * What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
  * never released stops every transfer of the worker for good; a `kvc_try_acquire` that releases the GIL lets an
@@ -37,7 +46,7 @@
 
 #include <unistd.h>
 
-enum { PARK_MS = 1000 };
+enum { PARK_MS = 1000, HAND_OVER_NS = 50000 };
 
 /* Returns the eventfd, or -1 once it is closed, which another thread may do at any time. A pollfd is the system's
  * struct, whose members are not atomic. */
@@ -84,23 +93,68 @@ void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run)
         await_release(state);
 }
 
-/* Returns true if the loop must return, with work that it found or that was reported. What the driver's thread found,
- * another thread may take while that one waits for the GIL. */
-bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found)
+/* Hand the lock over to an engine's thread that wants it, and acquire it again. The thread may lose its core meanwhile,
+ * so this waits for it for a moment only. */
+void kvc_lock_hand_over(struct kvc_state *state, const struct kvc_run *run)
 {
-    if (found && run->owner == KVC_DRIVER)
-        kvc_store(&state->lock->pending, 1);
-    return found || kvc_has_pending(state);
+    if (run->owner != KVC_DRIVER || !kvc_load(&state->lock->wanted))
+        return;
+    kvc_lock_release(state, run);
+    int64_t until = kvc_now_ns(state) + HAND_OVER_NS;
+    while (kvc_load(&state->lock->wanted) && kvc_now_ns(state) < until)
+        ;
+    /* while this thread spins, waking it would take as long as what the other one does */
+    until = kvc_now_ns(state) + state->spin_after_work_ns;
+    while (kvc_load(&state->lock->owner) != KVC_NOBODY && kvc_now_ns(state) < until)
+        ;
+    kvc_lock_acquire(state, run);
 }
 
-/* Acquire the lock if it is free. Returns true if it was acquired. `thread`: the native id of a thread that makes
- * progress inline, else 0. */
-bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t thread)
+/* Sleep while pending work is offered to another thread, which takes it within a step of the engine. */
+void kvc_lock_offer_asleep(struct kvc_state *state, const struct kvc_run *run)
 {
-    if (!kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner))
+    struct pollfd wake = {.fd = wake_fd_of(state), .events = POLLIN};
+    kvc_lock_release(state, run);
+    poll(&wake, 1, 1);
+    kvc_lock_acquire(state, run);
+    kvc_lock_forget_wakes(state);
+}
+
+/* Returns true if the loop must return, with work that it found or that was reported: the driver's thread once it has
+ * offered the work to others for `offer_work_ns`, which is 0 unless waiting for the GIL takes longer. */
+bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now)
+{
+    if (run->owner == KVC_INLINE)
+        return found || kvc_has_pending(state);
+    if (found)
+        kvc_store(&state->lock->pending, 1);
+    if (!kvc_has_pending(state)) {
+        state->pending_ns = 0;
         return false;
-    kvc_store(&state->lock->inline_thread, (uint32_t)thread);
-    return true;
+    }
+    if (!state->pending_ns)
+        state->pending_ns = now;
+    return now - state->pending_ns >= state->offer_work_ns;
+}
+
+/* Acquire the lock if it is free, or if the driver's thread hands it over within `limit_ns`, which it does between two
+ * passes of the loop. Returns true if it was acquired. `thread`: the native id of a thread that makes progress inline,
+ * else 0. */
+bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t limit_ns, int64_t thread)
+{
+    bool is_ours = kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner);
+    /* outside the loop it needs the GIL, which the caller has */
+    if (!is_ours && limit_ns > 0 && kvc_load(&state->lock->looping)) {
+        int64_t until = kvc_now_ns(state) + limit_ns;
+        kvc_store(&state->lock->wanted, 1);
+        do
+            is_ours = kvc_exchange(&state->lock->owner, KVC_NOBODY, (uint32_t)owner);
+        while (!is_ours && kvc_now_ns(state) < until);
+        kvc_store(&state->lock->wanted, 0);
+    }
+    if (is_ours)
+        kvc_store(&state->lock->inline_thread, (uint32_t)thread);
+    return is_ours;
 }
 
 /* Wait without a limit until nobody owns the lock. The caller then acquires it with the GIL: otherwise it would keep

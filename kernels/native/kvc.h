@@ -290,6 +290,7 @@ struct kvc_lock {
     _Alignas(64) kvc_flag pending;       /* there is work for a turn of the driver */
     _Alignas(64) kvc_flag looping;       /* the driver's thread is in the loop, or sleeps there */
     _Alignas(64) kvc_flag inline_thread; /* the native id of the thread that owns the lock inline */
+    _Alignas(64) kvc_flag wanted;        /* an engine's thread waits for the driver's to hand the lock over */
 };
 
 /* ucp_tag_recv_info_t */
@@ -326,6 +327,7 @@ struct kvc_state {
     int (*copy_to_host)(void *to, uint64_t from, size_t nbytes); /* CUresult; both wait */
     int (*copy_to_device)(uint64_t to, const void *from, size_t nbytes);
     int64_t spin_after_work_ns;    /* how long to spin after something moved, before sleeping */
+    int64_t offer_work_ns;         /* how long the driver's thread leaves work to others before it returns with it */
     int (*begin)(void *argument);  /* called at the start of each run, if not null */
     void *begin_argument;
     /* C functions [C], the objects they take, and memory for what they return */
@@ -353,6 +355,8 @@ struct kvc_state {
     int64_t num_inline;    /* [C] how often progress was made inline */
     int64_t moved_ns;      /* when there was work last */
     int64_t yield_gil_us;  /* [C] how long the driver's thread leaves GIL and lock to others after a shorter run */
+    int64_t pending_ns;    /* [P] since when something is pending; 0 if nothing is */
+    int64_t left_loop_ns;  /* [P] when the driver's thread left the loop, to wait for the GIL */
     int64_t shared_gil_ns; /* [C] when it got the GIL after others could have it */
 };
 
@@ -427,7 +431,9 @@ void kvc_close_fence(kvc_flag *fence, uint32_t value);
 void kvc_lock_release(struct kvc_state *state, const struct kvc_run *run);
 void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run);
 void kvc_lock_forget_wakes(struct kvc_state *state);
-bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found);
+void kvc_lock_hand_over(struct kvc_state *state, const struct kvc_run *run);
+void kvc_lock_offer_asleep(struct kvc_state *state, const struct kvc_run *run);
+bool kvc_must_return(struct kvc_state *state, const struct kvc_run *run, int found, int64_t now);
 
 static inline bool kvc_has_pending(const struct kvc_state *state)
 {
@@ -472,7 +478,7 @@ KVC_API void kvc_map_slots(const int32_t *table, int64_t width, const int32_t *l
                            int64_t num_reqs, const int64_t *positions, int64_t num_positions, int64_t *slots,
                            int64_t num_slots, const struct kvc_token_share *share);
 
-KVC_API bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t thread);
+KVC_API bool kvc_try_acquire(struct kvc_state *state, int64_t owner, int64_t limit_ns, int64_t thread);
 KVC_API void kvc_wait_until_free(struct kvc_state *state);
 KVC_API void kvc_release_inline(struct kvc_state *state);
 KVC_API bool kvc_notify(struct kvc_state *state);

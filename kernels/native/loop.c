@@ -535,14 +535,6 @@ static bool is_readable(const struct kvc_run *run, int64_t first, int64_t timeou
     return poll(run->poll_fds + first, (nfds_t)count, (int)timeout_ms) != 0;
 }
 
-/* Let another thread acquire the lock that tries at this moment, for as long as it takes to read the clock. */
-static void offer_lock(struct kvc_state *state, const struct kvc_run *run)
-{
-    kvc_lock_release(state, run);
-    kvc_now_ns(state);
-    kvc_lock_acquire(state, run);
-}
-
 /* Sleep until UCX or a watched descriptor is readable, or the time is over. */
 static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_t left_ns)
 {
@@ -558,20 +550,25 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
 /* Look again at once while something may end any moment, which no sleep is short enough for; else sleep. */
 static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
-    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state)) {
-        offer_lock(state, run);
+    if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state))
         return;
-    }
-    sleep_for(state, run, left_ns);
+    if (run->owner == KVC_DRIVER && kvc_has_pending(state))
+        kvc_lock_offer_asleep(state, run);
+    else
+        sleep_for(state, run, left_ns);
 }
 
-/* Nanoseconds until the run must end. */
-static int64_t time_left(const struct kvc_state *state, const struct kvc_run *run, int64_t start, int64_t now)
+/* Returns true if inline progress has left work for a turn, or a deadline has passed that it knew of. */
+static bool is_due(const struct kvc_state *state, const struct kvc_run *run, int64_t now)
 {
-    int64_t end = start + run->limit_ns;
-    if (run->owner == KVC_DRIVER && state->return_by_ns && state->return_by_ns < end)
-        end = state->return_by_ns;
-    return end - now;
+    return run->owner == KVC_DRIVER && state->return_by_ns && now >= state->return_by_ns;
+}
+
+/* Nanoseconds to sleep at most. */
+static int64_t until_due(const struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
+{
+    bool is_sooner = run->owner == KVC_DRIVER && state->return_by_ns && state->return_by_ns - now < left_ns;
+    return is_sooner ? state->return_by_ns - now : left_ns;
 }
 
 static int move(struct kvc_state *state, const struct kvc_run *run)
@@ -581,6 +578,7 @@ static int move(struct kvc_state *state, const struct kvc_run *run)
         if (num_inline != state->num_inline) {
             /* work that the caller, or inline progress, has added */
             num_inline = state->num_inline;
+            state->pending_ns = 0;
             begin_receives(state);
         }
         bool moved = move_once(state);
@@ -588,15 +586,18 @@ static int move(struct kvc_state *state, const struct kvc_run *run)
         int64_t now = kvc_now_ns(state);
         if (!reason && is_readable(run, NUM_OWN_FDS, 0))
             reason = KVC_READABLE;
-        if (kvc_must_return(state, run, reason))
+        if (!reason && is_due(state, run, now))
+            reason = KVC_TIMEOUT;
+        if (kvc_must_return(state, run, reason, now))
             return reason ? reason : KVC_READABLE;
-        int64_t left_ns = time_left(state, run, start, now);
+        int64_t left_ns = start + run->limit_ns - now;
         if (moved)
             state->moved_ns = now;
         if (left_ns <= 0)
             return KVC_TIMEOUT;
+        kvc_lock_hand_over(state, run);
         if (!moved)
-            rest(state, run, now, left_ns);
+            rest(state, run, now, until_due(state, run, now, left_ns));
     }
 }
 
@@ -612,7 +613,7 @@ int64_t kvc_run_loop(struct kvc_state *state)
     bool is_driver = run->owner == KVC_DRIVER;
     int64_t entered_ns = kvc_now_ns(state);
     if (is_driver) {
-        state->return_by_ns = 0;
+        state->return_by_ns = state->pending_ns = 0;
         kvc_store(&state->lock->looping, 1);
     }
     if (state->begin)
@@ -620,7 +621,7 @@ int64_t kvc_run_loop(struct kvc_state *state)
     int reason = move(state, run);
     if (!is_driver)
         return reason;
-    int64_t left_ns = kvc_now_ns(state);
+    int64_t left_ns = state->left_loop_ns = kvc_now_ns(state);
     kvc_store(&state->lock->looping, 0);
     kvc_lock_release(state, run);
     /* during a longer run others could have the GIL */

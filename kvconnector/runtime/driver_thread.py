@@ -175,7 +175,9 @@ class DriverThread:
         """Do the work that the driver's thread would do if it had the GIL. Takes a microsecond if there is none."""
         if not self._datapath.lock.has_pending():
             return
-        self._run_inline(partial(Driver.progress_inline, limit_s=pacing.WORK_S))
+        progress = partial(Driver.progress_inline, limit_s=pacing.WORK_S)
+        if self._run_inline(progress) and self._datapath.lock.is_starved:
+            time.sleep(pacing.YIELD_S)
 
     def look_for_stuck(self, now_s: float) -> None:
         """Break off the worker if no turn has begun for `stuck_after_s`. One thread calls it, every second or so."""

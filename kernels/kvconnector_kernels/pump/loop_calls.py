@@ -15,8 +15,9 @@ look = keeping.kvc_run_loop
 cannot have the lock, again and again."""
 
 try_acquire = keeping.kvc_try_acquire
-"""`try_acquire(state, owner, thread)`: acquire the lock if it is free. Returns True if it was acquired. `thread` is the
-native id of a thread that makes progress inline, else 0."""
+"""`try_acquire(state, owner, limit_ns, thread)`: acquire the lock if it is free, or if the driver's thread hands it
+over within the time. Returns True if it was acquired. `thread` is the native id of a thread that makes progress inline,
+else 0."""
 wait_until_free = releasing.kvc_wait_until_free
 """Wait without a limit until nobody owns the lock. The caller then acquires it with the GIL: otherwise it would keep
 others out while it waits for the GIL."""

@@ -217,7 +217,7 @@ def _on_lines(*names: str) -> list[tuple[str, Any]]:
 class Lock(ctypes.Structure):
     """The words of the driver lock. `aligned_lock` makes one."""
 
-    _fields_ = (*_on_lines("owner", "pending", "looping", "inline_thread"),)
+    _fields_ = (*_on_lines("owner", "pending", "looping", "inline_thread", "wanted"),)
 
 
 class TagInfo(ctypes.Structure):
@@ -237,13 +237,15 @@ class State(ctypes.Structure):
         *_pointers("copy copy_context"),
         *_numbers("job_bytes"),
         *_pointers("digest digest_room copy_to_host copy_to_device"),
-        *_numbers("spin_after_work_ns"),
+        *_numbers("spin_after_work_ns offer_work_ns"),
         *_pointers("begin begin_argument worker worker_progress worker_arm tag_send tag_recv"),
         *_pointers("tag_probe request_status request_free request_cancel recv_test send_param"),
         *_pointers("recv_param recv_info"),
         ("control_tag", c_uint64),
         *_pointers("clock_gettime usleep wake_fd lock"),
-        *_numbers("send_turn read_turn num_inline moved_ns yield_gil_us shared_gil_ns"),
+        *_numbers(
+            "send_turn read_turn num_inline moved_ns yield_gil_us pending_ns left_loop_ns shared_gil_ns"
+        ),
     )
 
 

@@ -703,11 +703,12 @@ static void *drive(void *argument)
     while (!atomic_load(&shared->ended)) {
         state->entering = KVC_DRIVER;
         kvc_run_loop(state);
-        while (!kvc_try_acquire(state, KVC_DRIVER, 0))
+        while (!kvc_try_acquire(state, KVC_DRIVER, 0, 0))
             kvc_wait_until_free(state);
         kvc_store(&state->lock->pending, 0);
         shared->num_turns++;
         state->yield_gil_us = (int64_t)draw(3) * 10;
+        state->offer_work_ns = (int64_t)draw(3) * 50000;
     }
     return NULL;
 }
@@ -721,7 +722,7 @@ static void *run_inline(void *argument)
     struct kvc_state *state = &shared->state;
     for (int round = 0; round < 2000; round++) {
         pthread_mutex_lock(&gil);
-        if (kvc_try_acquire(state, KVC_INLINE, round + 1)) {
+        if (kvc_try_acquire(state, KVC_INLINE, 20000, round + 1)) {
             CHECK(kvc_load(&state->lock->inline_thread) == (uint32_t)round + 1);
             kvc_store(&state->lock->pending, 0);
             state->entering = draw(2) ? KVC_NOBODY : KVC_INLINE;

@@ -18,7 +18,7 @@ def test_only_a_free_lock_is_acquired(before, caller):
     lock.owner, lock.inline_thread = before, 5
     state = State(lock=ctypes.addressof(lock))
     is_free = before == NOBODY
-    assert try_acquire(ctypes.addressof(state), caller, THREAD) == is_free
+    assert try_acquire(ctypes.addressof(state), caller, 0, THREAD) == is_free
     assert (lock.owner, lock.inline_thread) == ((caller, THREAD) if is_free else (before, 5))
 
 
@@ -31,6 +31,6 @@ def test_a_wait_for_a_flag_ends_with_the_flag_or_the_time():
 
 
 def test_the_words_of_the_lock_are_on_cache_lines_of_their_own():
-    words = ("owner", "pending", "looping", "inline_thread")
-    assert [getattr(Lock, word).offset for word in words] == [0, 64, 128, 192]
+    words = ("owner", "pending", "looping", "inline_thread", "wanted")
+    assert [getattr(Lock, word).offset for word in words] == [0, 64, 128, 192, 256]
     assert ctypes.addressof(aligned_lock()) % 64 == 0

@@ -260,6 +260,89 @@ def test_the_driver_returns_at_once_with_what_was_reported(make_pair):
     assert len(reads) < 100
 
 
+def _counting_clock(path):
+    """Let a microsecond pass with each look at the clock. Returns the looks."""
+    looks = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64 * 2))
+    def clock(_, now):
+        looks.append(None)
+        now.contents[:] = [len(looks) // 1_000_000, len(looks) % 1_000_000 * 1000]
+        return 0
+
+    path.state.record.clock_gettime = ctypes.cast(clock, ctypes.c_void_p).value
+    return looks, clock
+
+
+@pytest.mark.parametrize("leaves_work", [False, True])
+def test_the_loop_offers_work_before_it_returns_with_it(make_pair, leaves_work):
+    """`leaves_work`: inline progress has left it for a turn, at once."""
+    path = make_pair().d.path
+    looks, _clock = _counting_clock(path)
+    record = path.state.record
+    record.spin_after_work_ns, record.offer_work_ns = 1 << 60, 300_000
+
+    def begin():  # in the run, before its first pass
+        if leaves_work:
+            record.return_by_ns = 1
+        else:
+            path.lock.notify()
+        return 0
+
+    begun = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: begin())
+    record.begin = ctypes.cast(begun, ctypes.c_void_p).value
+    num_looks = len(looks)
+    path.pump(1.0, ())
+    assert 300 <= len(looks) - num_looks < 1000
+    assert path.lock.has_pending()
+
+
+def test_the_loop_offers_work_only_to_engines_that_poll_and_keep_the_gil(make_pair, monkeypatch):
+    path = make_pair().d.path
+
+    def offered_ns():
+        path.lock.has_pending()  # polls
+        path.lock.has_pending()
+        path.lock.notify()
+        path.pump(1.0, ())
+        return path.state.record.offer_work_ns
+
+    monkeypatch.setattr(pacing, "LONG_STEP_NS", 1 << 60)
+    monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", 1 << 60)
+    assert offered_ns() == 0
+    monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", -1)
+    assert offered_ns() > 0
+    monkeypatch.setattr(pacing, "LONG_STEP_NS", 0)
+    assert offered_ns() == 0
+
+
+def test_a_spinning_loop_hands_the_lock_over(make_pair, monkeypatch):
+    monkeypatch.setattr(pacing, "ASK_FOR_LOCK_NS", round(DEADLINE_S * pacing.NS_PER_S))
+    path = make_pair().d.path
+    path.state.record.spin_after_work_ns = 1 << 60
+    path.release(0.0)
+    spinner = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
+    spinner.start()
+    until(lambda: path.lock.is_looping)
+    try:
+        for _ in range(100):
+            assert path.lock.try_acquire()
+            path.release(DEADLINE_S)
+            assert path.lock.is_looping
+    finally:
+        path.lock.notify()
+        spinner.join(DEADLINE_S)
+
+
+def test_a_driver_is_starved_that_waits_long_for_the_gil(make_pair, monkeypatch):
+    path = make_pair().d.path
+    path.pump(0.0, ())
+    monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", -1)
+    assert path.lock.is_starved
+    monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", 1 << 60)
+    assert not path.lock.is_starved
+
+
 def test_reported_work_is_for_the_thread_that_is_there_first(make_pair):
     """The driver's thread has left the loop with it, and waits for the GIL, which an engine's thread has."""
     path = make_pair().d.path
