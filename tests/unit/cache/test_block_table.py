@@ -189,6 +189,7 @@ def changed(rows, change, *arguments):
 def test_a_row_that_moves_leaves_nothing_behind_and_stays_where_it_moves_onto_itself():
     table = make_groups(kernel_block_sizes=[16, 8], max_model_len=400)[0]
     table.add_row([3, 4], 1)
+    table.add_row([7], 2)
     table.move_row(1, 2)
     table.move_row(2, 2)
     assert [table.num_blocks(row) for row in range(4)] == [0, 0, 2, 0]
