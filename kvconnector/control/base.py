@@ -58,9 +58,8 @@ class ControlLimits:
     many are read ahead of it from each incoming one."""
     connect_timeout_s: float
     """Seconds from `connect` to the end of the handshake; an accepted connection has as long for its own."""
-    heartbeat_interval_s: float
-    """Seconds between two probes of an idle connection."""
-    heartbeat_timeout_s: float
-    """How long a probe may stay unanswered before the connection counts as lost, in seconds."""
+    host_timeout_s: float
+    """A connection is lost after this long without any answer of the peer's host, in seconds. The kernel probes idle
+    connections in whole seconds, so that it takes up to a quarter of this longer, and at least two seconds."""
     linger_s: float
     """How long `disconnect` and `close` go on delivering messages sent before, in seconds. May be 0."""

@@ -19,9 +19,12 @@ It never retries, never reconnects and never interprets a payload.
 There is one ROUTER for all incoming connections, and one DEALER for each outgoing one. ZMQ must not reconnect by
 itself, because a new engine may have taken the old one's place. For the same reason no side sets an identity.
 
-Losses are noticed at once if a process closes or dies, and after `heartbeat_timeout_s` if a host stops answering,
-through ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never
-sent a message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
+Losses are noticed at once if a process closes or dies, and after `host_timeout_s` if a host stops answering, through
+TCP's keepalive and user timeout. A process that is stopped, or whose threads hang, is not noticed here, since its
+kernel answers: the sessions have heartbeats for that. ZMTP's own are off, see `zmq_sockets`. An earlier build that
+sends some can still make libzmq abort this process: if a heartbeat follows more messages than are read ahead of a
+`poll`, in the same few kilobytes, and the connection breaks before that `poll`. An accepted connection that never sent
+a message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _CURVE_OVERHEAD_BYTES = 33
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = "kvconnector"
+_KEEPALIVE_PROBES = 3
+_MAX_KEEPALIVE_S = (1 << 15) - 1
+"""Linux takes no longer interval."""
 _MONITOR_EVENT = struct.Struct("=HI")
 
 
@@ -40,11 +43,26 @@ def configure(
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + overhead)
     socket.setsockopt(zmq.SNDHWM, limits.max_queued_messages)
     socket.setsockopt(zmq.RCVHWM, limits.max_queued_messages)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(limits.heartbeat_interval_s))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds(limits.heartbeat_timeout_s))
+    _let_the_kernel_watch(socket, limits.host_timeout_s)
     if isinstance(security, CurveKeys):
         socket.setsockopt(zmq.CURVE_PUBLICKEY, security.public_key.encode("ascii"))
         socket.setsockopt(zmq.CURVE_SECRETKEY, security.secret_key.encode("ascii"))
+
+
+def _let_the_kernel_watch(socket: zmq.Socket[bytes], timeout_s: float) -> None:
+    """Make connections end when the peer's host has not answered for so long, idle or with something unacknowledged.
+
+    ZMTP has heartbeats of its own. They must stay off: a heartbeat that is due, or a peer's that is answered, writes to
+    the connection, and libzmq 4.3.5 aborts the process if the connection has broken while as many messages as it reads
+    ahead were waiting to be read. Every engine that is busy for a few seconds may be in that situation.
+    """
+    interval_s = min(max(1, int(timeout_s / (1 + _KEEPALIVE_PROBES))), _MAX_KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES)
+    # Linux's TCP_USER_TIMEOUT, which counts instead of the number of probes where both are set
+    socket.setsockopt(zmq.TCP_MAXRT, milliseconds(timeout_s))
 
 
 class Monitor:

@@ -40,18 +40,16 @@ def security_of(config: ConnectorConfig) -> Security:
 def control_limits(config: ConnectorConfig) -> ControlLimits:
     """Return the bounds of an engine's control channels.
 
-    libzmq's own threads greet and answer probes, however busy the peer's Python is. So a host that does neither for
-    `peer.timeout_s` is gone, also where greeting an engine may take longer.
+    libzmq's own threads greet, and kernels answer probes, however busy the peer's Python is. So a host that does
+    neither for `peer.timeout_s` is gone, also where greeting an engine may take longer.
     """
     control, peer = config.control, config.peer
-    interval_s = min(peer.heartbeat_interval_s, peer.timeout_s / 3)
     return ControlLimits(
         max_message_bytes=control.max_message_bytes,
         max_queued_messages=MAX_QUEUED_MESSAGES,
         max_messages_per_turn=MAX_MESSAGES_PER_TURN,
         connect_timeout_s=min(FIRST_GREETING_FACTOR * peer.hello_timeout_s, peer.timeout_s),
-        heartbeat_interval_s=interval_s,
-        heartbeat_timeout_s=peer.timeout_s - interval_s,  # from the probe, which is so late
+        host_timeout_s=peer.timeout_s,
         linger_s=LINGER_S,
     )
 

@@ -1,5 +1,6 @@
 """Engines that die, restart and close, over real UCX and ZMQ."""
 
+import signal
 import threading
 from pathlib import Path
 
@@ -46,6 +47,50 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     d.load("v", again.offer("r", [5, 6], 30), [7, 8], 31)
     until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
+
+
+QUICK = {
+    "peer": {**PEER, "timeout_s": 3},
+    "lease": {"early_read_s": 1, "duration_s": 4},
+    "control": {"insecure": True, "over_ucx": False},
+}
+"""A peer's silence is noticed within seconds. Its kernel answers for a stopped process, so no connection ends."""
+
+
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+def test_a_stopped_engine_is_given_up_and_serves_again_once_it_goes_on(start, who):
+    options = {
+        "shape": {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS},
+        "staging": {"chunk_bytes": 16 << 10, "window": 1},
+        **PACKED,
+        **QUICK,
+    }
+    p = start("p", "producer", seed=1, elsewhere=who == "producer", **options)
+    d = start("d", "consumer", elsewhere=who == "consumer", **options)
+    blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
+    d.load("warm", p.offer("warm", [0], 9), [0], 10)
+    if who == "producer":
+        until(lambda: "warm" in d.received, d)
+        d.load("w", p.offer("r", blocks, num_tokens), blocks, num_tokens + 1)
+        until(lambda: any(load.nbytes for load in d.workers[0]._thread.in_flight()), d)
+        p.child.send_signal(signal.SIGSTOP)
+        until(lambda: "w" in d.received, d)
+        assert "went silent" in d.failed["w"]
+        p.child.send_signal(signal.SIGCONT)
+        d.load("v", p.offer("again", [5, 6], 30), [7, 8], 31)
+        until(lambda: "v" in d.received, d)
+    else:
+        until(lambda: "warm" in p.sent, p)
+        d.load("w", p.offer("r", blocks, num_tokens), blocks, num_tokens + 1)
+        d.child.send_signal(signal.SIGSTOP)
+        until(lambda: "r" in p.sent, p)
+        assert "r" in p.unsent
+        d.child.send_signal(signal.SIGCONT)
+        d.load("v", p.offer("again", [5, 6], 30), [7, 8], 31)
+        until(lambda: "again" in p.sent, p)
+        d.step()
+        assert "again" not in p.unsent
+    assert "v" not in (d.failed if who == "producer" else d.call("failed"))
 
 
 @WAYS

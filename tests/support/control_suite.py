@@ -42,8 +42,7 @@ def small_limits(**changes):
         max_queued_messages=1000,
         max_messages_per_turn=64,
         connect_timeout_s=15.0,
-        heartbeat_interval_s=10.0,
-        heartbeat_timeout_s=15.0,
+        host_timeout_s=15.0,
         linger_s=5.0,
     )
     return replace(limits, **changes)
