@@ -470,6 +470,8 @@ def main(
     """Make each known mistake in a copy of the tree. Exit status 1 if there are complaints."""
     if places and not by_folder:
         raise click.UsageError("places are for --folders")
+    if by_folder and not names:
+        raise click.UsageError("--folders runs for hours over all rooms: give --room")
     try:
         tried_places = places_of(places)
     except ValueError as error:
