@@ -159,8 +159,8 @@ class PeerGreeting(ExitStack):
         super().__init__()
         self._staging_bytes = config.staging.budget_bytes  # as for an engine here
         # The shortest interval that the session accepts, unless an engine that does not answer would get too many: it
-        # keeps `MAX_MESSAGES_PER_TURN` unread. If a peer goes while more are waiting, libzmq 4.3.5 ends that engine's
-        # process with its next probe of the connection (`!_io_error`).
+        # keeps `MAX_MESSAGES_PER_TURN` unread. If a peer goes while more are waiting, libzmq 4.3.5 aborts an engine of
+        # an earlier build, whose channel still sends ZMTP heartbeats (see `control.zmq_sockets`).
         patience_s = FIRST_GREETING_FACTOR * config.peer.hello_timeout_s
         interval_s = max(config.peer.timeout_s / 1000, 2 * patience_s / MAX_MESSAGES_PER_TURN)
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)

@@ -15,12 +15,7 @@ from kvconnector.bench import file_errors
 from kvconnector.bench.results import fewest_samples
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulated_ranks import Costs
-from kvconnector.bench.simulation import (
-    Cluster,
-    Outcome,
-    Request,
-    Simulation,
-)
+from kvconnector.bench.simulation import Cluster, Outcome, Request, Simulation
 from kvconnector.bench.sizes import MAX_TOKENS, parse_numbers
 from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli.console import (

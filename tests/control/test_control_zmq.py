@@ -27,7 +27,14 @@ from kvconnector.errors import (
     TransportError,
 )
 from tests.support import waiting
-from tests.support.control_suite import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
+from tests.support.control_suite import (
+    DEADLINE_S,
+    STEP_S,
+    LinkEnd,
+    Recorder,
+    new_keys,
+    small_limits,
+)
 from tests.support.remote import RemoteObject
 
 OURS, OTHERS = new_keys(), new_keys()
@@ -449,7 +456,7 @@ def test_channels_link_with_any_timeout_that_the_settings_allow(host_timeout_s):
         Recorder(near, far).link(near, far)
 
 
-class Link:
+class Link(LinkEnd):
     """One end of a connection, in a process of its own: what aborts there fails one test. `stall` does not poll."""
 
     READ_AHEAD = 32
@@ -461,25 +468,8 @@ class Link:
 
     def __init__(self, *, stalls):
         ahead = self.READ_AHEAD if stalls else 2 * self.NUM_MESSAGES
-        self._channel = open_channel(
-            limits=small_limits(max_queued_messages=ahead, max_messages_per_turn=ahead)
-        )
-        self._recorder = Recorder(self._channel)
-        self._handle = None
-        self.address = self._channel.address
-
-    def connect(self, address):
-        self._handle = self._channel.connect(address)
-        self._channel.send(self._handle, b"hello")
-
-    def meet(self):
-        """Wait for the other end's first message, and answer the one that came on a connection that it opened."""
-        self._recorder.wait_payloads(self._channel, 1)
-        (event,) = self._recorder.events[self._channel]
-        if self._handle is None:
-            self._channel.send(event.handle, b"hello")
-        self._handle = event.handle
-        self._recorder.events[self._channel].clear()
+        limits = small_limits(max_queued_messages=ahead, max_messages_per_turn=ahead)
+        super().__init__(open_channel(limits=limits))
 
     def flood(self):
         for number in range(self.NUM_MESSAGES):

@@ -6,7 +6,7 @@ import pytest
 
 from kvconnector.errors import PeerLostError
 from tests.control.test_control_zmq import open_channel
-from tests.support.control_suite import Recorder, small_limits
+from tests.support.control_suite import LinkEnd, small_limits
 from tests.support.remote import RemoteObject
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(110)]
@@ -15,27 +15,12 @@ TIMEOUT_S, BUSY_S = 4.0, 4.0
 """The kernel probes each second, so it may notice a second late, and this machine may be busy."""
 
 
-class End:
+class End(LinkEnd):
     """One end of a connection, on a host of its own."""
 
     def __init__(self, host):
-        self._channel = open_channel(
-            bind_host=host, limits=small_limits(host_timeout_s=TIMEOUT_S, linger_s=0.0)
-        )
-        self._recorder = Recorder(self._channel)
-        self._handle = None
-        self.address = self._channel.address
-
-    def connect(self, address):
-        self._handle = self._channel.connect(address)
-        self._channel.send(self._handle, b"hello")
-
-    def meet(self):
-        self._recorder.wait_payloads(self._channel, 1)
-        (event,) = self._recorder.events[self._channel]
-        if self._handle is None:
-            self._channel.send(event.handle, b"hello")
-        self._handle = event.handle
+        limits = small_limits(host_timeout_s=TIMEOUT_S, linger_s=0.0)
+        super().__init__(open_channel(bind_host=host, limits=limits))
 
     def watch(self, seconds):
         """Returns True if the connection lives for so long."""

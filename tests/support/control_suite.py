@@ -110,6 +110,29 @@ class Recorder:
         return near_handle, far_handle
 
 
+class LinkEnd:
+    """One end of a connection between two channels, for processes of their own."""
+
+    def __init__(self, channel):
+        self._channel = channel
+        self._recorder = Recorder(channel)
+        self._handle = None
+        self.address = channel.address
+
+    def connect(self, address):
+        self._handle = self._channel.connect(address)
+        self._channel.send(self._handle, b"hello")
+
+    def meet(self):
+        """Wait for the other end's first message, and answer the one that came on a connection that it opened."""
+        self._recorder.wait_payloads(self._channel, 1)
+        (event,) = self._recorder.events[self._channel]
+        if self._handle is None:
+            self._channel.send(event.handle, b"hello")
+        self._handle = event.handle
+        self._recorder.events[self._channel].clear()
+
+
 class ControlChannelSuite:
     """The contract of `kvconnector.control.zmq`. A subclass's `open` chooses the host and the keys."""
 

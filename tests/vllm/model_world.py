@@ -91,29 +91,23 @@ def kimi_k3() -> Layers:
 
 def qwen3_5() -> Layers:
     """Three delta layers, then one of GQA: 4 key heads and 8 value heads."""
-    attention = grouped(1, 256, block_size=528)
-    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, 0)
-    found: Layers = {}
-    for number in range(8):
-        name = f"language_model.model.layers.{number}"
-        if number % 4 == 3:
-            found[f"{name}.self_attn.attn"] = attention, "FLASH_ATTN"
-        else:
-            found[f"{name}.linear_attn"] = states(shapes, attention.page_size_bytes)
-    return found
+    return _delta_and_attention(528, 0)
 
 
 def aligned(num_spec: int = 0, checkpoints: int = 0) -> Layers:
     """Qwen3.5's with a prefix cache, as vLLM starts it by default: a state lies where its block of tokens ends, drafts'
     behind it, and a checkpoint of the prompt before it.
     """
-    size = 560
-    attention = grouped(1, 256, block_size=size)
-    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, num_spec)
-    options: dict[str, Any] = {"block_size": size, "mamba_cache_mode": "align"}
+    options: dict[str, Any] = {"block_size": 560, "mamba_cache_mode": "align"}
     if checkpoints:  # vLLM 0.33
         options |= {"num_prefill_checkpoint_blocks": checkpoints}
         options |= {"prefill_checkpoint_alignment": 16}
+    return _delta_and_attention(560, num_spec, **options)
+
+
+def _delta_and_attention(block_size: int, num_spec: int, **options: Any) -> Layers:
+    attention = grouped(1, 256, block_size=block_size)
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, num_spec)
     found: Layers = {}
     for number in range(8):
         name = f"language_model.model.layers.{number}"
