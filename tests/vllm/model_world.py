@@ -105,8 +105,9 @@ def aligned(num_spec: int = 0, checkpoints: int = 0) -> Layers:
     return _delta_and_attention(560, num_spec, **options)
 
 
-def _delta_and_attention(block_size: int, num_spec: int, **options: Any) -> Layers:
-    attention = grouped(1, 256, block_size=block_size)
+def _delta_and_attention(attention_block: int, num_spec: int, **options: Any) -> Layers:
+    """`options` are those of the delta layers' spec, which has a block size of its own."""
+    attention = grouped(1, 256, block_size=attention_block)
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, num_spec)
     found: Layers = {}
     for number in range(8):
