@@ -234,7 +234,7 @@ class Engine(ExitStack):
             if output.failed_recving:
                 raise KVConnectorError("loads failed", reasons=output.failed_recving)
             paths |= {each.path for each in output.stats.transfers}
-            for request_id in output.begun:
+            for request_id in output.producer_started:
                 self._order_load(request_id, *requests[request_id])
             ended_s += [now_s] * len(output.finished_recving)
             if now_s > deadline_s:

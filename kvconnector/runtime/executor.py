@@ -263,8 +263,8 @@ class SessionReports(EnginePort):
     def log_peer_met(self, engine_id: EngineId, summary: str) -> None:
         logger.info("engine %s is met; here over there: %s", engine_id, summary)
 
-    def begun(self, request_id: str) -> None:
-        self._outbox.begun(request_id)
+    def producer_started(self, request_id: str) -> None:
+        self._outbox.producer_started(request_id)
 
     def release(
         self,

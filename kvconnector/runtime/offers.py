@@ -27,8 +27,8 @@ from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
 
 class Stream(msgspec.Struct, eq=False, gc=False):
-    """A request that consumers read while it is computed. `has_begun`: the engine has given it blocks. `is_void`: the
-    engine has taken them back.
+    """A request that consumers read while it is computed. `producer_started`: the engine has given it blocks.
+    `is_void`: the engine has taken them back.
 
     `known` are the blocks of each cache group, as ids and as they travel; empty before the engine gave some.
     """
@@ -36,7 +36,7 @@ class Stream(msgspec.Struct, eq=False, gc=False):
     transfer_id: str
     secret: str
     watermark: Watermark = NO_TOKENS
-    has_begun: bool = False
+    producer_started: bool = False
     is_void: bool = False
     known: tuple[tuple[list[int], GroupBlocks], ...] = ()
 
@@ -175,10 +175,10 @@ class Offers:
         if num_tokens < stream.watermark.num_tokens:
             return self.withdraw(request_id)
         watermark = Watermark(num_tokens, ahead_tokens)
-        if stream.has_begun and watermark == stream.watermark:
+        if stream.producer_started and watermark == stream.watermark:
             return []
         all_ids, firsts = block_lists(request_id, blocks, None, len(self._groups))
-        # a block without tokens tells consumers that the prompt has begun
+        # a block without tokens tells consumers that the producer has started it
         stop = max(1, watermark.step_stop)
         # only blocks of groups that keep every token stay the same while more tokens are computed
         known: list[list[int]] = []
@@ -195,7 +195,7 @@ class Offers:
                     blocks_hold=len(ids) * size * m,
                 )
         held = stream.blocks(known, firsts)
-        stream.watermark, stream.has_begun = watermark, True
+        stream.watermark, stream.producer_started = watermark, True
         return [stream.order(request_id, held)]
 
     def withdraw(self, request_id: str) -> list[Order]:

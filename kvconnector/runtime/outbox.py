@@ -49,7 +49,7 @@ class Outbox:
         self.is_filled = False
         """`take` would return something that the engine waits for."""
         self.num_reports = 0
-        """Ends and beginnings of requests that were reported so far."""
+        """Ends and starts of requests that were reported so far."""
         self._bell = threading.Lock()
         """Acquired by `wait`, released by a report: an Event would take several locks in Python at each of them."""
         self._flag = np.zeros(1, np.int32)
@@ -112,7 +112,7 @@ class Outbox:
                     self._leases[order.request_id] = replace(order, error=error)
                 self.released(order.request_id, "aborted")
             elif isinstance(order, WantRequest) and order.is_followed:
-                self.begun(order.request_id)
+                self.producer_started(order.request_id)
 
     def give_up(self) -> list[Order]:
         """Return the orders that end every load, and every lease on blocks. A load that completes meanwhile is reported
@@ -187,7 +187,7 @@ class Outbox:
             if is_asked:
                 self.load_ended(request_id, failure)
             else:
-                self.begun(request_id)
+                self.producer_started(request_id)
         for request_id in holds:
             self.released(request_id, "aborted")
 
@@ -225,11 +225,11 @@ class Outbox:
             ended.finished_sending.add(request_id)
             self._ring()
 
-    def begun(self, request_id: str) -> None:
-        """Report that the producer has begun a request, or never will: the engine should ask for the load."""
+    def producer_started(self, request_id: str) -> None:
+        """Report that the producer has started a request, or never will: the engine should ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
-            self._unreported.begun.add(request_id)
+            self._unreported.producer_started.add(request_id)
             self._ring()
 
     def note_contained(self, subject: str, error: Exception) -> None:

@@ -443,7 +443,7 @@ class Scheduler:
             self._announced = "acknowledged"
         for request_id in output.finished_sending:
             self._offers.released(request_id)
-        for request_id in output.begun & self._requests.keys():
+        for request_id in output.producer_started & self._requests.keys():
             self._requests[request_id].producer_started = True
         for request_id in output.finished_recving & self._requests.keys():
             remote = self._requests[request_id]

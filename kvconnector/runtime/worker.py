@@ -235,7 +235,7 @@ class Worker:
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
         """End the requests of orders that this worker did not get or could not take. `poll` reports them: a load as
-        failed, a complete lease as sent, and a prompt that is followed as begun.
+        failed, a complete lease as sent, and a prompt that is followed as started.
 
         Args:
             orders: Some of a step's orders.

@@ -111,8 +111,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     lease ended before all consumers had confirmed, to the reason, which begins with the error's class and a colon. They
     are in the finished sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading
     tokens of a failed load that are in its blocks nevertheless, if known and if all groups keep every token.
-    `begun` are followed requests whose load may be asked for, and `extras` the bytes that the producer's engine gave to
-    `Scheduler.offer` for them, in the first worker's report.
+    `producer_started` are followed requests whose load may be asked for: the producer has started them, or never will.
+    `extras` are the bytes that the producer's engine gave to `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again. `kv_cache_events` are names that the engine chooses, passed on once every worker has reported them.
@@ -124,7 +124,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     failed_recving: dict[str, str] = {}
     stats: WorkerStats = msgspec.field(default_factory=WorkerStats)
     failed_sending: dict[str, str] = {}
-    begun: set[str] = set()
+    producer_started: set[str] = set()
     invalid_block_ids: frozenset[int] = frozenset()
     kv_cache_events: tuple[str, ...] = ()
     expected_finished_count: Annotated[int, Meta(ge=0)] = 0
@@ -143,7 +143,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
             failed_recving={**self.failed_recving, **other.failed_recving},
             failed_sending={**self.failed_sending, **other.failed_sending},
             stats=self.stats.merged(other.stats),
-            begun=self.begun | other.begun,
+            producer_started=self.producer_started | other.producer_started,
             invalid_block_ids=self.invalid_block_ids | other.invalid_block_ids,
             kv_cache_events=self.kv_cache_events + other.kv_cache_events,
             expected_finished_count=other.expected_finished_count or self.expected_finished_count,

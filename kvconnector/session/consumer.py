@@ -152,8 +152,8 @@ class ConsumerSession:
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """Return the loads that are being read. Any thread may call this."""
         rank, asked = str(self._rank), list(self._asked.values())
-        begun = [load for load in asked if load.trace.first_read_s is not None]
-        return tuple([load.in_flight(rank, now) for load in begun])
+        being_read = [load for load in asked if load.trace.first_read_s is not None]
+        return tuple([load.in_flight(rank, now) for load in being_read])
 
     def _give_until(self, load: Load, deadline: float) -> None:
         """Give up a load at `deadline`, unless it makes progress before."""
@@ -191,14 +191,14 @@ class ConsumerSession:
         elif load.order is None:  # a growing prompt does not mean that the chunks of a read arrive
             self._give_until(load, now + self._progress_timeout_s)
             if load.should_notify(event.link.number, is_streamed=self._stream):
-                self._notify_prefill_started(load)
+                self._notify_producer_started(load)
 
-    def _notify_prefill_started(self, load: Load) -> None:
+    def _notify_producer_started(self, load: Load) -> None:
         """Report once that the engine may ask for the load."""
         is_first = load.order is None and not load.producer_started
         load.producer_started = True
         if is_first:
-            self._engine.begun(load.request_id)
+            self._engine.producer_started(load.request_id)
 
     def _load_asked(self, event: LoadRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
@@ -434,7 +434,7 @@ class ConsumerSession:
         self._agenda.forget(load)
         load.engine.loads.remove(load)
         if load.order is None:
-            self._notify_prefill_started(load)
+            self._notify_producer_started(load)
             return
         if not isinstance(error, PeerLostError):
             # an engine that took its blocks back may have filled them anew before its worker ended the lease
@@ -499,7 +499,7 @@ class ConsumerSession:
         if isinstance(order, LoadRequest):
             self._engine.fail_load(order.request_id, failure_of(error))
         elif isinstance(order, WantRequest) and order.is_followed:
-            self._engine.begun(
+            self._engine.producer_started(
                 order.request_id
             )  # its load then fails, as this worker does not know the request
 
@@ -536,7 +536,7 @@ class ConsumerSession:
         if load.order is None:
             load.producer_started = True
             if load.is_followed:
-                self._engine.begun(load.request_id)
+                self._engine.producer_started(load.request_id)
         elif load.reads:
             load.force(LoadState.DRAINING, now)
         else:

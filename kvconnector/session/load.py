@@ -53,7 +53,7 @@ class LoadState(StrEnum):
 
 _S = LoadState
 _LACKS = {
-    _S.WANTED: "the producer did not begin with the prompt before the load's deadline",
+    _S.WANTED: "the producer did not start the prompt before the load's deadline",
     _S.CONNECTING: "the producer was not greeted before the load's deadline",
     _S.FOLLOWING: "the producer computed no more of the prompt before the load's deadline",
     _S.READING: "the load made no progress before its deadline",
@@ -137,11 +137,11 @@ class Load(Tracked[LoadState]):
         return is_new
 
     def should_notify(self, link: int, *, is_streamed: bool) -> bool:
-        """Returns True if the engine may ask for the load: the producer worker has blocks for the prompt and begins to
-        compute it or, if loads are not streamed, has finished it.
+        """Returns True if the engine may ask for the load: the producer worker has blocks for the prompt and starts
+        it or, if loads are not streamed, has finished it.
         """
         reported = self.progress[link]
-        return _has_begun(reported) if is_streamed else reported.is_complete
+        return _producer_started(reported) if is_streamed else reported.is_complete
 
     def take_ready(
         self, routes: Iterable[Route], sources: Collection[int], *, chunk_bytes: int
@@ -317,13 +317,13 @@ _NOTHING = m.Progress(transfer_id="none")
 _NO_RANGE = range(0)
 
 
-def _has_begun(reported: m.Progress) -> bool:
+def _producer_started(reported: m.Progress) -> bool:
     return reported.watermark.num_tokens > 0 or any(blocks.wire_ids for blocks in reported.blocks)
 
 
 def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
     """Return a value that grows from one report of a worker to the next."""
-    return reported.is_complete, reported.watermark, _has_begun(reported)
+    return reported.is_complete, reported.watermark, _producer_started(reported)
 
 
 def _has(reported: m.Progress, group: int) -> bool:
@@ -361,7 +361,7 @@ class RankRead(msgspec.Struct, eq=False):
     share: float = 0.0
 
     def __repr__(self) -> str:
-        state = "stopped" if self.is_stopped else "asked" if self.is_asked else "begun"
+        state = "stopped" if self.is_stopped else "asked" if self.is_asked else "open"
         return f"<RankRead {self.read_id} by link {self.worker.link.number}, {state}>"
 
     def message(self) -> m.Read:

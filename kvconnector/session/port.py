@@ -114,8 +114,8 @@ class EnginePort:
     def log_peer_met(self, engine_id: EngineId, summary: str) -> None:
         """Log that a producer engine has answered, and how its caches differ from ours."""
 
-    def begun(self, request_id: str) -> None:
-        """Report that the producer began to compute a followed request, or never will: its load may be asked for."""
+    def producer_started(self, request_id: str) -> None:
+        """Report that the producer has started a followed request, or never will: its load may be asked for."""
 
     def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
         """Report the end of a load: the engine may use its blocks, or `error` is the reason why it may not."""

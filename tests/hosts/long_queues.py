@@ -72,7 +72,7 @@ class QueueEngine(Engine):
         return sorted({*names} - self.sent)
 
     def load_all(self, names, expected, deadline_s):
-        """Load each request once the producer has begun it. Returns those not loaded, loaded wrongly, and failed."""
+        """Load each request once the producer has started it. Returns those not loaded, loaded wrongly, and failed."""
         until_s = time.monotonic() + deadline_s
         wrong, first = [], 0
         asked = set()

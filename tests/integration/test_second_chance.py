@@ -56,7 +56,7 @@ async def until_loading(cluster, server):
 
 @pytest.mark.parametrize("when", ["in mid read", "before it has asked"])
 def test_what_one_decode_engine_has_lost_another_one_decodes(when, run_cluster):
-    """The first engine is killed while the prefill engine sends to it, or is gone before it has begun."""
+    """The first engine is killed while the prefill engine sends to it, or is gone before it has started."""
     prompt = prompt_of(1500)
     options = [*FAIL, "--connector", json.dumps(PACKED_IN_PIECES)]
 

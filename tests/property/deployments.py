@@ -128,4 +128,4 @@ class Wanted:
     tokens: range = range(0)
     waiting: set = field(default_factory=set)
     is_followed: bool = False
-    has_begun: bool = False
+    producer_started: bool = False

@@ -38,7 +38,7 @@ outputs = st.builds(
     finished_recving=some_requests,
     failed_recving=failures,
     failed_sending=failures,
-    begun=some_requests,
+    producer_started=some_requests,
     stats=stats,
     invalid_block_ids=st.frozensets(st.integers(0, 5)),
     kv_cache_events=st.lists(st.sampled_from(EVENTS), max_size=3).map(tuple),
@@ -108,7 +108,9 @@ class Model:
         assert engine.finished_recving == set(self.received)
         assert engine.failed_sending == {r: why for r, why in self.sent.items() if why}
         assert engine.failed_recving == {r: why for r, why in self.received.items() if why}
-        assert engine.begun == {name for o in self.outputs for name in o.begun}
+        assert engine.producer_started == {
+            name for o in self.outputs for name in o.producer_started
+        }
         assert engine.invalid_block_ids == {i for o in self.outputs for i in o.invalid_block_ids}
         self.reported_events.update(engine.kv_cache_events)
         assert self.reported_events == Counter(

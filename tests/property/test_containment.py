@@ -262,7 +262,7 @@ class Deployment(session_world.Deployment):
         while not held.is_complete:
             self.turns(3)
             held.step(4)
-            if wanted in self.wanted and wanted.has_begun and not wanted.block_ids:
+            if wanted in self.wanted and wanted.producer_started and not wanted.block_ids:
                 self._load(wanted, 1)
         return held, wanted
 

@@ -36,7 +36,7 @@ class LongQueue:
         self.d = self.world.start(shapes[1], role="consumer")
         self.names = [f"r{number}" for number in range(num_requests)]
         self.secret = new_secret()
-        self.begun, self.loaded, self.failed, self.released = set(), set(), {}, set()
+        self.started, self.loaded, self.failed, self.released = set(), set(), {}, set()
 
     def order(self, engine, orders):
         for worker in engine.workers:
@@ -61,7 +61,7 @@ class LongQueue:
         def is_over():
             for worker in (*self.p.workers, *self.d.workers):
                 output = worker.poll()
-                self.begun |= output.begun
+                self.started |= output.producer_started
                 self.loaded |= output.finished_recving - output.failed_recving.keys()
                 self.failed |= output.failed_recving
                 self.released |= output.finished_sending
@@ -90,7 +90,7 @@ def _serve(queue, names):
     for first in range(0, len(names), NUM_BLOCKS):
         batch = names[first : first + NUM_BLOCKS]
         queue.order(queue.p, [queue.hold(name, block) for block, name in enumerate(batch)])
-        assert queue.run(lambda batch=batch: queue.begun >= {*batch}), (
+        assert queue.run(lambda batch=batch: queue.started >= {*batch}), (
             "prompts that the consumer does not notice"
         )
         for block, name in enumerate(batch):
@@ -133,8 +133,8 @@ def test_requests_unknown_to_the_producer_are_refused():
     queue = LongQueue(over_ucx=True, num_requests=1000)
     with closing(queue.world):
         queue.want()
-        assert not queue.run(lambda: queue.begun, max_turns=110, seconds_per_turn=1.0)
-        assert queue.run(lambda: len(queue.begun) == 1000, max_turns=30, seconds_per_turn=1.0)
+        assert not queue.run(lambda: queue.started, max_turns=110, seconds_per_turn=1.0)
+        assert queue.run(lambda: len(queue.started) == 1000, max_turns=30, seconds_per_turn=1.0)
         for name in queue.names[:3]:
             queue.d.load(name, _offer(queue, name), [[0]], [range(4)])
         assert queue.run(lambda: len(queue.failed) == 3)

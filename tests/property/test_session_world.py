@@ -118,7 +118,7 @@ class Deployment(RuleBasedStateMachine):
             self.turns(pause)
             if held in self.held and not held.is_complete:
                 (held.compute_layer if left else held.step)(step)
-            if wanted in self.wanted and wanted.has_begun and not wanted.block_ids:
+            if wanted in self.wanted and wanted.producer_started and not wanted.block_ids:
                 self._load(wanted, skip)
 
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
@@ -156,7 +156,7 @@ class Deployment(RuleBasedStateMachine):
         idle = [
             wanted
             for wanted in self.wanted
-            if not wanted.block_ids and (wanted.has_begun or not wanted.is_followed)
+            if not wanted.block_ids and (wanted.producer_started or not wanted.is_followed)
         ]
         if idle:
             self._load(idle[pick % len(idle)], skip)
@@ -284,7 +284,7 @@ class Deployment(RuleBasedStateMachine):
             for worker in engine.workers:
                 output = worker.poll()
                 for wanted in self.wanted:
-                    wanted.has_begun |= wanted.name in output.begun
+                    wanted.producer_started |= wanted.name in output.producer_started
                 for name in output.finished_sending:
                     self._released(worker, name)
                 for name in output.finished_recving:
@@ -350,7 +350,7 @@ class Deployment(RuleBasedStateMachine):
             while not held.is_complete:  # first the step under way
                 held.step(held.num_tokens)
         deadline = self.world.clock() + longest_wait_s(self.settings)
-        while any(wanted.is_followed and not wanted.has_begun for wanted in self.wanted):
+        while any(wanted.is_followed and not wanted.producer_started for wanted in self.wanted):
             assert self.world.clock() < deadline, self.wanted
             self._turn()
             self.world.clock.advance(1.0)

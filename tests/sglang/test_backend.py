@@ -238,7 +238,7 @@ def _asked(backend, sides):
 
 
 def _load(decode, receiver):
-    """Let the receiver load, once the prefill engine has begun."""
+    """Let the receiver load, once the prefill engine has started."""
     assert receiver.poll() in {BOOTSTRAPPING, WAITING}
     _until(WAITING, receiver)
     receiver.send_metadata(decode.pages, READ_ROW, decode.states(), 0)

@@ -54,7 +54,7 @@ class Worker:
             invalid_block_ids=frozenset(rng.sample(range(9), rng.randint(0, 2))),
             kv_cache_events=tuple(events),
             expected_finished_count=expected,
-            begun=frozenset(rng.sample(REQUESTS, rng.randint(0, 2))),
+            producer_started=frozenset(rng.sample(REQUESTS, rng.randint(0, 2))),
             stats=WorkerStats(traces=loads, leases_expired=rng.randint(0, 1)),
         )
         return None if output.is_empty else output
@@ -75,7 +75,7 @@ def as_vllm(output):
             invalid_block_ids=set(output.invalid_block_ids),
             kv_cache_events=events_of(output.kv_cache_events),
             expected_finished_count=output.expected_finished_count,
-            kv_connector_worker_meta=WorkerReport(begun=set(output.begun)),
+            kv_connector_worker_meta=WorkerReport(producer_started=set(output.producer_started)),
             kv_connector_stats=ConnectorStats.of(output.stats),
         )
     return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=found)
@@ -105,7 +105,10 @@ def test_both_aggregate_any_outputs_alike(seed):
         assert set(mine.failed_recving) == found.failed_recving
         assert mine.invalid_block_ids == found.invalid_block_ids
         assert mine.expected_finished_count in (0, found.expected_finished_count)
-        assert mine.begun == (found.kv_connector_worker_meta or WorkerReport()).begun
+        assert (
+            mine.producer_started
+            == (found.kv_connector_worker_meta or WorkerReport()).producer_started
+        )
         stats = found.kv_connector_stats or ConnectorStats()
         assert ConnectorStats.of(mine.stats).data == stats.data
         if all(step):

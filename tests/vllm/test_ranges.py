@@ -78,7 +78,7 @@ def test_a_whole_prompt_in_the_tier_frees_the_producer(world):
     assert len(w.TierStep(engine).outputs) == 1
 
 
-def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
+def test_the_tier_loads_nothing_before_the_producer_has_started(world):
     engine = world(**TIER)
     follows = {"transfer_id": "t", "remote_block_ids": None, "remote_request_id": None}
     request, _, step = _loading(engine, **follows)

@@ -135,8 +135,8 @@ class TakingWorker:
         output, self.output = self.output, WorkerOutput()
         for request_id in output.finished_recving:
             self._outbox.load_ended(request_id)
-        for request_id in output.begun:
-            self._outbox.begun(request_id)
+        for request_id in output.producer_started:
+            self._outbox.producer_started(request_id)
         return output.merged(self._outbox.take())
 
     def wait(self, timeout_s):
@@ -275,10 +275,10 @@ def test_the_reason_of_a_failed_lease_reaches_the_scheduler_half_without_other_r
     assert connector.build_connector_worker_meta() is None
 
 
-@pytest.mark.parametrize("end", ["begun", "dropped"])
+@pytest.mark.parametrize("end", ["started", "dropped"])
 def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end):
     worker = TakingWorker()
-    worker.output, worker.awaited = WorkerOutput(), WorkerOutput(begun=frozenset({"d"}))
+    worker.output, worker.awaited = WorkerOutput(), WorkerOutput(producer_started=frozenset({"d"}))
     half = worker_half(worker)
     want = orders.WantRequest(
         "d", "t", "5" * 32, EngineAddress("p", "tcp://127.0.0.1:9"), is_followed=True
@@ -287,9 +287,9 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
     if end == "dropped":
         half.start_step(ConnectorStep.of(StepMetadata(orders=(orders.DropRequest("d"),))))
     half.finished(is_idle=True)
-    assert half.take_report().begun == ({"d"} if end == "begun" else set())
+    assert half.take_report().producer_started == ({"d"} if end == "started" else set())
     half.finished(is_idle=True)
-    assert worker.waits == (end == "begun")
+    assert worker.waits == (end == "started")
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):

@@ -61,7 +61,7 @@ class RunningTransfer(Protocol):
 class FollowedPrompt(Protocol):
     """What a rank calls of a prompt that it follows, see `transfers.LoadedPrompt`."""
 
-    def begun(self) -> None: ...
+    def producer_started(self) -> None: ...
 
 
 class RankTransfers:
@@ -202,7 +202,7 @@ class RankTransfers:
         return self._transferring if self.config.role == "producer" else ()
 
     def follow(self, order: WantRequest, prompt: FollowedPrompt) -> None:
-        """Let the worker follow a prompt, whose `begun` is called when the prefill engine has blocks for it."""
+        """Let the worker follow a prompt. `producer_started` is called when the prefill engine has blocks for it."""
         self._followed[order.request_id] = prompt
         self.order(order)
 
@@ -212,14 +212,14 @@ class RankTransfers:
         self.order(order)
 
     def take(self) -> None:
-        """Take the worker's reports: let prompts that have begun go on, and end the transfers that the reports name."""
+        """Take the worker's reports: let started prompts go on, and end the transfers that the reports name."""
         self.turn += 1
         output = self.worker.poll()
         for trace in output.stats.traces:
             if trace.kind == "hold" and trace.request_id in self._transferring:
                 self._transferring[trace.request_id].held_s = seconds_of(trace)
-        for request_id in output.begun & self._followed.keys():
-            self._followed.pop(request_id).begun()
+        for request_id in output.producer_started & self._followed.keys():
+            self._followed.pop(request_id).producer_started()
         failed = {**output.failed_sending, **output.failed_recving}
         for request_id in output.finished_sending | output.finished_recving:
             transfer = self._transferring.pop(request_id, None)

@@ -5,8 +5,8 @@ SGLang does so when its decode engine has given up the caches of running request
 run out. The prompt is then what the request had so far, with the tokens that it was answered.
 
 *When.* SGLang asks once the decode engine has allocated the prompt's pages. Ours allocates only once the prefill engine
-has begun, so it asks as soon as it knows where the prefill engine is. Neither engine then has memory for a prompt that
-waits for the other one's.
+has started it, so it asks as soon as it knows where the prefill engine is. Neither engine then has memory for a prompt
+that waits for the other one's.
 
 *Threads.* One, started by the first question, with an event loop in which each question is a task of its own: a server
 answers only when the prompt has been read, and SGLang may retract every running request at once.

@@ -410,7 +410,7 @@ class LoadedPrompt(RoomTransfer):
             )
         self.kv_mgr.recomputer.ask(self.request_id, HostPort(host, port), self.recompute or {})
 
-    def begun(self) -> None:
+    def producer_started(self) -> None:
         """Let SGLang allocate blocks: the prefill engine has some for the prompt, or never will, and the load fails."""
         if self.stage is Stage.BOOTSTRAPPING:
             self.stage = Stage.WAITING

@@ -92,12 +92,12 @@ class ConnectorStep(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler half, besides the ends of transfers.
 
-    `begun` are requests whose blocks may be allocated now: their prefill engine computes them, or will never do so.
-    `traces` are there only if vLLM traces requests. `failed` and `unsent` have the reasons why loads and leases failed,
-    by request. `extras` are the first tokens of streamed prompts.
+    `producer_started` are requests whose blocks may be allocated now: their prefill engine computes them, or will never
+    do so. `traces` are there only if vLLM traces requests. `failed` and `unsent` have the reasons why loads and leases
+    failed, by request. `extras` are the first tokens of streamed prompts.
     """
 
-    begun: set[str] = field(default_factory=set)
+    producer_started: set[str] = field(default_factory=set)
     traces: list[RequestTrace] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     unsent: dict[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
         return WorkerReport(
-            self.begun | other.begun,
+            self.producer_started | other.producer_started,
             self.traces + other.traces,
             other.failed | self.failed,
             other.unsent | self.unsent,

@@ -382,7 +382,7 @@ class SchedulerHalf:
                 finished_recving=our_received,
                 failed_recving={name: reasons[name] for name in failed},
                 failed_sending={name: reason for name, reason in unsent.items() if reason},
-                begun=report.begun,
+                producer_started=report.producer_started,
             )
         )
 

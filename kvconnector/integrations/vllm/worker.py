@@ -226,7 +226,7 @@ class WorkerHalf:
         In an `is_idle` step it also waits up to `IDLE_WAIT_S` until a load ends, or blocks may be allocated for one.
         """
         self._collect()
-        has_news = self._unreported.finished_recving or self._report.begun
+        has_news = self._unreported.finished_recving or self._report.producer_started
         if is_idle and not has_news and self._registered().is_waiting:
             self._registered().wait(IDLE_WAIT_S)
             self._collect()
@@ -240,7 +240,7 @@ class WorkerHalf:
     def _collect(self) -> None:
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
-        self._report.begun.update(output.begun)
+        self._report.producer_started.update(output.producer_started)
         self._report.failed.update(output.failed_recving)
         self._report.unsent.update(output.failed_sending)
         self._report.extras.update(output.extras)

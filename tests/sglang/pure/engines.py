@@ -179,7 +179,7 @@ class Pair:
 
     def load(self, wanted, pages, num_tokens, *, prefix=0, slot=3, row=2):
         """Load into `pages`, the first of which holds the sequence's first token, once every rank may allocate them."""
-        self.until_begun(*wanted)
+        self.until_started(*wanted)
         for transfer, pools in zip(wanted, self.decode.pools, strict=True):
             transfer.num_tokens, transfer.window_tokens = num_tokens, self.model.window_tokens
             taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
@@ -201,7 +201,7 @@ class Pair:
         """Poll as SGLang does until each of them is done or has failed. Returns their stages."""
         return self._until({Stage.DONE, Stage.FAILED}, transfers)
 
-    def until_begun(self, *wanted):
+    def until_started(self, *wanted):
         """Poll as SGLang does until none of them waits for the prefill engine."""
         self._until({*Stage} - {Stage.BOOTSTRAPPING}, wanted)
 

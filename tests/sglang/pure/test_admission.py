@@ -29,7 +29,7 @@ def test_a_decode_engine_allocates_once_the_prefill_engine_has(pair):
     while time.monotonic() < until_s:
         assert {each.poll() for each in wanted} == {Stage.BOOTSTRAPPING}
     pair.compute(sent, PAGES, 0, 16)
-    pair.until_begun(*wanted)
+    pair.until_started(*wanted)
     assert {each.poll() for each in wanted} == {Stage.WAITING}
 
 

@@ -41,7 +41,7 @@ def _send(pair, sent, start, stop, num_tokens):
 def _load(pair, wanted, num_tokens, prefix=0):
     """Load the prompt, some of which is computed."""
     pools, (pages, slot) = pair.decode.pools[0], DECODE
-    pair.until_begun(*wanted)
+    pair.until_started(*wanted)
     wanted[0].num_tokens, wanted[0].window_tokens = num_tokens, WINDOW
     taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
     states = pools.states(num_tokens, prefix, pages, slot)

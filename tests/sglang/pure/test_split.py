@@ -57,7 +57,7 @@ def _send(pair, sent, start, stop, num_tokens):
 
 def _load(pair, wanted, num_tokens, prefix):
     pages, slot = DECODE
-    pair.until_begun(*wanted)
+    pair.until_started(*wanted)
     for transfer, pools in zip(wanted, pair.decode.pools, strict=True):
         transfer.num_tokens = num_tokens
         taken = pages[prefix // PAGE : -(-num_tokens // PAGE)]

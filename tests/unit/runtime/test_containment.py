@@ -217,17 +217,17 @@ def _loaded(deployment, name, ids, into, *, is_followed):
     (worker,) = d.workers
     offer = p.grant(name, [ids], num_tokens, is_complete=not is_followed)
     d.want(name, offer, is_followed=is_followed)
-    has_begun = [not is_followed]
+    producer_started = [not is_followed]
 
     def has_ended():
         output = worker.poll()
-        if name in output.begun:
-            has_begun[0] = True
+        if name in output.producer_started:
+            producer_started[0] = True
         ended.update({each: output.failed_recving.get(each) for each in output.finished_recving})
         return name in ended
 
     if is_followed:
-        world.run(lambda: has_ended() or has_begun[0])
+        world.run(lambda: has_ended() or producer_started[0])
         offer = replace(offer, blocks=())
     d.load(name, offer, [into], [range(num_tokens)])
     if is_followed:

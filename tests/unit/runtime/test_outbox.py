@@ -45,7 +45,7 @@ def test_a_broken_driver_ends_everything_that_the_engine_waits_for():
     output = outbox.take()
     assert set(output.failed_sending) == output.finished_sending == {"r", "s"}
     assert set(output.failed_recving) == output.finished_recving == {"b", "late"}
-    assert output.begun == {"f"}
+    assert output.producer_started == {"f"}
 
 
 def test_a_broken_driver_with_running_copies_ends_only_requests_without_blocks():
@@ -57,7 +57,7 @@ def test_a_broken_driver_with_running_copies_ends_only_requests_without_blocks()
     output = outbox.take()
     assert output.finished_sending == {"s"}
     assert output.finished_recving == {"late"}
-    assert output.begun == {"f"}
+    assert output.producer_started == {"f"}
 
 
 def test_blocks_whose_copies_go_on_are_never_reported_as_free():
@@ -119,7 +119,7 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
     assert output.stats.leases_expired == count
     assert output.stats.failures == ({"KVConnectorError": count} if count else {})
     outbox.read_packed("another host's")
-    outbox.begun("follower")
+    outbox.producer_started("follower")
     assert outbox.take().stats.packed == {"another host's": 1}
     assert outbox.take().is_empty
 
@@ -133,7 +133,7 @@ def test_refused_orders_end_the_requests_that_the_engine_waits_for():
     assert output.finished_recving == {"a"}
     assert output.failed_sending == {"r": "KVConnectorError: asleep"}
     assert output.finished_sending == {"r"}
-    assert output.begun == {"f"}
+    assert output.producer_started == {"f"}
 
 
 def test_the_engine_learns_why_a_lease_was_aborted():
@@ -155,9 +155,11 @@ def test_the_engine_learns_why_a_lease_was_aborted():
 def test_prompts_that_are_withdrawn_from_their_blocks_are_named():
     """The engine fills only blocks anew, and waits for none of a queued prompt."""
     outbox = Outbox()
-    outbox.expect([grown("queued", blocks=()), grown("begun"), hold("held")])
-    withdrawn = [WithdrawRequest(name) for name in ("queued", "begun", "held", "unknown", "begun")]
-    assert outbox.expect(withdrawn) == ["begun"]
+    outbox.expect([grown("queued", blocks=()), grown("started"), hold("held")])
+    withdrawn = [
+        WithdrawRequest(name) for name in ("queued", "started", "held", "unknown", "started")
+    ]
+    assert outbox.expect(withdrawn) == ["started"]
 
 
 class Stepped(Outbox):

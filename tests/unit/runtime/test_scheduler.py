@@ -208,7 +208,7 @@ def test_a_producer_names_the_blocks_of_rows_that_exist():
     config = structs.replace(CONFIG, role="producer")
     with Scheduler(config, metadata_of(COMPRESSED, "producer")) as producer:
         producer.on_new_request("r", STREAMED)
-        # a block without rows tells consumers that the prompt has begun
+        # a block without rows tells consumers that the producer has started it
         for num_tokens, named in (
             (3, [1, 1, 1]),
             (4, [1, 1, 1]),

@@ -149,7 +149,7 @@ def test_an_engine_hears_of_a_driver_that_is_stuck_in_a_call(monkeypatch, caplog
 
     def look():
         output = worker.poll()
-        for name in ("finished_sending", "failed_sending", "failed_recving", "begun"):
+        for name in ("finished_sending", "failed_sending", "failed_recving", "producer_started"):
             getattr(ended, name).update(getattr(output, name))
         return ended
 

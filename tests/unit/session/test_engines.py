@@ -322,7 +322,7 @@ def test_a_new_request_shortens_the_reconnect_pause(side):
     assert harness.of(side.tick(1.0), "open_link")
 
 
-def test_a_load_that_has_begun_is_given_up_whatever_its_request_needs(side):
+def test_a_load_that_was_asked_for_is_given_up_whatever_its_request_needs(side):
     """It is never reported as complete: its blocks are not filled."""
     _, (read,) = harness.start_load(side)
     side.handle(DropRequest("w", needs_none=True))

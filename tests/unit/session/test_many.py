@@ -125,8 +125,8 @@ def test_a_read_posted_after_its_link_was_lost_frees_its_slots(side):
 def _start_the_last(side, link, *, is_followed):
     """Start the last of many requests. Returns its name and its read."""
     names = _want(side, MANY, is_followed=is_followed)
-    begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
-    side.receive(link, begun)
+    started = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
+    side.receive(link, started)
     read = _started(_load(side, names))[-1]
     assert read.load.request_id == names[-1]
     return names[-1], read

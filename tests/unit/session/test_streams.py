@@ -274,8 +274,8 @@ def _following(tokens=(0, 12), geometry=None, **settings):
     return side, links
 
 
-def _begun(calls):
-    return [each.request_id for each in harness.of(calls, "begun")]
+def _started(calls):
+    return [each.request_id for each in harness.of(calls, "producer_started")]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -303,7 +303,7 @@ def test_a_prompt_that_ends_early_fails_its_load(event, error, is_asked):
     else:
         calls = side.handle(ev.LinkLost(link, event))
     if not is_asked:
-        assert _begun(calls) == ["w"]
+        assert _started(calls) == ["w"]
         calls = side.handle(harness.load_request())
     (ended,) = harness.of(calls, "finish_load")
     assert (type(ended.error), ended.load.filled_tokens) == (error, 0)
@@ -434,7 +434,7 @@ def test_a_rank_without_layers_waits_as_long_as_its_engine():
     """No producer reports to it, so only the other ranks know how far the prompt is."""
     side = _rank_without_layers()
     for _ in range(100):
-        assert _begun(side.tick(harness.HEARTBEAT_S)) == []
+        assert _started(side.tick(harness.HEARTBEAT_S)) == []
     assert harness.finished(side.handle(harness.load_request())) == harness.OK
 
 
@@ -493,7 +493,7 @@ def test_a_queued_prompt_waits_while_its_producer_answers():
     side, (link,) = _following(None)
     for _ in range(30):
         side.handle(harness.heartbeat_reply(link), FromPeer(link, _report(0)))
-        assert _begun(side.tick(harness.HEARTBEAT_S)) == []
+        assert _started(side.tick(harness.HEARTBEAT_S)) == []
 
 
 def test_the_progress_timeout_starts_with_the_last_new_token():
@@ -518,12 +518,12 @@ def test_the_progress_timeout_starts_with_the_last_new_token():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_begun_is_reported_with_the_first_or_the_last_token(stream):
+def test_a_started_prompt_is_reported_with_the_first_or_the_last_token(stream):
     side, (link,) = _following(None, stream=stream)
-    assert _begun(side.receive(link, _report(0))) == []
+    assert _started(side.receive(link, _report(0))) == []
     reports = [_report(4), _report(12), _report(12, is_complete=True)]
-    begun = [_begun(side.receive(link, report)) for report in reports]
-    assert begun == ([["w"], [], []] if stream else [[], [], ["w"]])
+    started = [_started(side.receive(link, report)) for report in reports]
+    assert started == ([["w"], [], []] if stream else [[], [], ["w"]])
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
