@@ -185,6 +185,12 @@ class ControlChannel:
         connection = self._outgoing.get(handle)
         return self._incoming.peer_of(handle) if connection is None else connection.address
 
+    def origin_of(self, handle: PeerHandle) -> str:
+        """Return who opened a connection, as far as this channel knows: the peer's public key or, without keys, the
+        address of its host; "" if it was not the peer.
+        """
+        return self._incoming.origin_of(handle)
+
     def disconnect(self, handle: PeerHandle) -> None:
         """End a connection; `handle` is not valid afterwards. Idempotent, never blocks.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -51,6 +51,8 @@ class _Peer:
     identity: bytes
     fd: int
     address: str
+    key: str
+    """Its public key, "" without keys."""
     error: KVConnectorError | None = None
     """The reason why it is over. Set before the end is reported, or when an ignored one is closed."""
     ignored: bool = False
@@ -140,6 +142,10 @@ class IncomingConnections:
         peer = self._by_handle.get(handle)
         return "a lost peer" if peer is None else peer.address
 
+    def origin_of(self, handle: PeerHandle) -> str:
+        peer = self._by_handle.get(handle)
+        return "" if peer is None else peer.key or peer.address
+
     def forget(self, handle: PeerHandle) -> None:
         """Drop a handle without a report; ignore further messages of its connection."""
         self._by_handle.pop(handle).ignored = True
@@ -188,9 +194,9 @@ class IncomingConnections:
             events.append(Disconnected(peer.handle, error))
             self.forget(peer.handle)
 
-    def _admit(self, identity: bytes, fd: int, address: str) -> _Peer:
+    def _admit(self, identity: bytes, fd: int, address: str, key: str) -> _Peer:
         """Give a connection a handle, with its first message."""
-        peer = _Peer(next(self._handles), identity, fd, address)
+        peer = _Peer(next(self._handles), identity, fd, address, key)
         self._by_handle[peer.handle] = peer
         self._by_identity[peer.identity] = peer
         self._read_monitor()
@@ -239,18 +245,21 @@ class IncomingConnections:
         return events
 
 
-def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
-    """Return the file descriptor and the IP address of the connection that a frame came from; None for a peer that did
-    no handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
+def _origin(frame: zmq.Frame) -> tuple[int, str, str] | None:
+    """Return the file descriptor, the IP address and the public key of the connection that a frame came from; None for
+    a peer that did no handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
     """
     try:
         address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return None
+    key = ""
+    with suppress(zmq.ZMQError):  # without keys nobody has named the peer
+        key = str(frame.get("User-Id"))
     fd = int(frame.get(zmq.SRCFD))
     if fd < 0:
         raise TransportError(
             "this libzmq does not say which connection a message came from",
             libzmq=zmq.zmq_version(),
         )
-    return fd, address
+    return fd, address, key

@@ -26,6 +26,9 @@ _KEEPALIVE_PROBES = 3
 _MAX_KEEPALIVE_S = (1 << 15) - 1
 """Linux takes no longer interval."""
 _MONITOR_EVENT = struct.Struct("=HI")
+MAX_MONITOR_EVENTS = 1 << 14
+"""Events of one monitor that wait to be read, of about 140 bytes each; libzmq adds a thousand. A stranger's connection
+that comes and goes makes two."""
 
 
 def milliseconds(seconds: float) -> int:
@@ -66,16 +69,19 @@ def _let_the_kernel_watch(socket: zmq.Socket[bytes], timeout_s: float) -> None:
 
 
 class Monitor:
-    """The connection events of one socket."""
+    """The connection events of one socket.
+
+    libzmq's I/O thread waits while `MAX_MONITOR_EVENTS` are unread, and with it every connection of the context, until
+    they are drained. Strangers would have to open thousands of connections between two looks of the owner: while it
+    computes for seconds, say, when nobody reads messages anyway. Then the kernel refuses further ones, and its own
+    probes go on; without a bound libzmq would take 4,000 a second into memory.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
         endpoint = f"inproc://monitor-{socket.fileno()}"
         self._monitored = socket
         self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the context, and so would
-        # a thread that stops monitoring. So it has no bound: about 300 bytes for a stranger's connection that came and
-        # went since the last look, of which libzmq took 1,300 a second on two busy cores.
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, MAX_MONITOR_EVENTS)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.monitor(endpoint, events)
@@ -96,6 +102,9 @@ class Monitor:
 
     def close(self) -> None:
         """Stop monitoring; before the monitored socket is closed."""
+        # to stop takes a lock, which libzmq's thread holds while it waits for room
+        for _ in self.drain():
+            pass
         self._monitored.disable_monitor()
         self.socket.close()
 

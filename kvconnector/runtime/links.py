@@ -14,8 +14,8 @@ can close a control connection.
 
 Peers take turns. What came on a link waits there, and whoever polls gets one message of each link that has some, again
 and again, however many one peer has sent: so a message waits for one of every other peer, and not for a queue. A long
-message waits for several turns, in proportion to its bytes. Of one peer at most `MAX_WAITING_BYTES` wait; one that
-sends more, faster than its turns come, loses its link.
+message waits for several turns, in proportion to its bytes. Of one peer at most `MAX_WAITING_BYTES` wait, of all
+together `MAX_ALL_WAITING_FACTOR` times that; one that sends more, faster than its turns come, loses its link.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError, RemoteProtocolEr
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
+from kvconnector.session.shares import Shares
 from kvconnector.transport.tagged_messages import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
@@ -100,6 +101,8 @@ TURN_BYTES = 64 << 10
 MAX_WAITING_BYTES = 64 << 20
 """Most bytes of one link's messages that wait for their turns, or four messages of the greatest length if those are
 more. That is as much as may be under way to a peer over UCX, and 100,000 short messages."""
+MAX_ALL_WAITING_FACTOR = 4
+"""What waits on all links together is at most so many times what may wait on one of them."""
 MAX_LOOKS_BEFORE_LOSS = 16
 """How often the last messages of a lost peer are looked for over UCX, `MAX_CONTROL_PER_CALL` each time, while there
 is no end of messages. Everyone who reaches its port may send some, and all that the control channel has waits."""
@@ -141,6 +144,9 @@ class Links:
         """The longest frame that each inbox takes, by tag."""
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self._max_waiting_bytes = max(MAX_WAITING_BYTES, 4 * config.max_message_bytes)
+        self._shares: Shares[Link] = Shares(MAX_ALL_WAITING_FACTOR * self._max_waiting_bytes)
+        self._flooders: set[PeerHandle] = set()
+        """Connections that were closed since the last look at the control channel because too much waited on them."""
         self._incoming = count(1)
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
@@ -220,6 +226,7 @@ class Links:
         connection = self._connections.pop(link, None)
         if connection is not None:
             del self._by_handle[connection.handle]
+            self._count(link, connection, -connection.waiting_bytes)
             self._close_inbox(connection)
             self._leave_endpoint(connection)
         return connection
@@ -418,7 +425,7 @@ class Links:
             return
         self._waiting[link] = None
         connection.arrived.extendleft(reversed(messages))
-        connection.waiting_bytes += sum(map(cost_bytes, messages))
+        self._count(link, connection, sum(map(cost_bytes, messages)))
 
     def _turns(self) -> Iterator[tuple[Link, bytes]]:
         """Yield one message of each link that has some, as often as there are any."""
@@ -433,7 +440,7 @@ class Links:
                 self._waiting[link] = None
                 continue
             connection.credit_bytes = 0
-            connection.waiting_bytes -= cost
+            self._count(link, connection, -cost)
             arrival = connection.arrived.popleft()
             if connection.arrived:
                 self._waiting[link] = None
@@ -457,33 +464,45 @@ class Links:
             return
         self._waiting[link] = None
         connection.arrived.append(arrival)
-        connection.waiting_bytes += cost_bytes(arrival)
+        self._count(link, connection, cost_bytes(arrival))
         if connection.waiting_bytes > self._max_waiting_bytes and not connection.is_lost:
-            flood = RemoteProtocolError(
-                "the peer sends messages faster than its turns come",
-                waiting_bytes=connection.waiting_bytes,
-                max_waiting_bytes=self._max_waiting_bytes,
-            )
-            connection.arrived.clear()
-            connection.waiting_bytes = 0
-            self.lose(link, flood)
+            self._lose_flooder(link, connection)
+        while (debtor := self._shares.debtor()) is not None:
+            self._lose_flooder(debtor, self._connections[debtor])
+
+    def _lose_flooder(self, link: Link, connection: Connection) -> None:
+        """End a link on which too much waits, and drop that."""
+        flood = RemoteProtocolError(
+            "the peer sends messages faster than its turns come",
+            waiting_bytes=connection.waiting_bytes,
+            max_waiting_bytes=self._max_waiting_bytes,
+            all_waiting_bytes=self._shares.used_bytes,
+        )
+        connection.arrived.clear()
+        self._count(link, connection, -connection.waiting_bytes)
+        self.lose(link, flood)
+        if link not in self._connections:
+            self._flooders.add(connection.handle)
+
+    def _count(self, link: Link, connection: Connection, nbytes: int) -> None:
+        """Count bytes that wait on a link, or count them no more if `nbytes` is negative."""
+        connection.waiting_bytes += nbytes
+        self._shares.add(link.origin, link, nbytes)
 
     def _take_control(self) -> None:
         """Let what came over the control channel wait on its links. A message of an unknown connection opens one."""
-        closed: set[PeerHandle] = set()
+        self._flooders.clear()
         for event in self.control.poll(0.0):
-            if event.handle in closed:
+            if event.handle in self._flooders:
                 continue  # it came before we closed the connection
             if isinstance(event, Disconnected):
                 self._ended.append(event)
                 continue
             link = self._by_handle.get(event.handle)
             if link is None:
-                link = Link(-next(self._incoming))
+                link = Link(-next(self._incoming), origin=self.control.origin_of(event.handle))
                 self._connected(link, event.handle, version_of(event.payload))
             self._keep(link, event.payload)
-            if link not in self._connections:
-                closed.add(event.handle)
 
     def _take_ends(self) -> None:
         """Look for what lost peers had sent over the transport, which counts before their loss, and queue the ends

@@ -16,7 +16,8 @@ MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 class Link:
     """A connection with a worker or a directory service. The runtime has its control connection, the data path its
     endpoint and mappings, each under this record. `number` appears in texts: links that a session opens count up from
-    1, links that peers open have negative numbers.
+    1, links that peers open have negative numbers. `origin` is who opened it, as far as the control channel knows: a
+    public key or, without keys, the address of a host; "" for a link of ours.
 
     `peer` is the session's record of the other end, None once the session expects nothing more from it. The data path
     sets `maps_pools` while the pools of the producer at the other end are mapped here.
@@ -24,6 +25,7 @@ class Link:
 
     number: int
     peer: object = None
+    origin: str = ""
     maps_pools: bool = False
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from kvconnector.session.link import FromPeer, Link
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_route
+from kvconnector.session.shares import Shares
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -29,6 +30,10 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 MAX_EARLY_BYTES = 64 << 20
 """Bytes of one peer's events, as many as of its messages that wait for their turns (`runtime.links`): peers that have
 followed many prompts leave room for those of the others.
+"""
+MAX_ALL_EARLY_BYTES = 4 * MAX_EARLY_BYTES
+"""Bytes of all peers' events, however many connections there are. What is beyond them is refused to those that have
+most.
 """
 EVENT_BYTES = 512
 """Bytes that an event counts besides a read's ranges and blocks. So there is room for 131,072 followed prompts."""
@@ -103,31 +108,43 @@ class Peer(Tracked[PeerState]):
 
 
 class EarlyEvents:
-    """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES` of each peer.
-    `Peer.early` has them by name. The `agenda` has the deadline of each, and this object itself while events of lost
-    peers are left.
+    """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES` of each peer,
+    and `MAX_ALL_EARLY_BYTES` of all. `Peer.early` has them by name. The `agenda` has the deadline of each, and this
+    object itself while events of lost peers are left.
     """
 
     def __init__(self, agenda: Agenda[Any]) -> None:
         self._by_transfer: dict[str, dict[EarlyEvent, Peer]] = {}
         self._lost: deque[Peer] = deque()
+        self._shares: Shares[Peer] = Shares(MAX_ALL_EARLY_BYTES)
         self._agenda = agenda
 
     def __repr__(self) -> str:
         return f"<early events of {len(self._by_transfer)} transfers>"
 
-    def keep(self, peer: Peer, event: EarlyEvent, until: float) -> bool:
-        """Keep an event. Returns False if there is no room for more of this peer's."""
+    def keep(self, peer: Peer, event: EarlyEvent, until: float) -> list[EarlyEvent]:
+        """Keep an event. Returns those, of any peers, for which there is no room now: this one if its peer has too
+        many, the newest ones of those that have most if all together have too many.
+        """
         name, nbytes = name_of(event), _nbytes(event)
         if name in peer.early:
-            return True
+            return []
         if peer.early_bytes + nbytes > MAX_EARLY_BYTES:
-            return False
-        peer.early_bytes += nbytes
+            return [event]
         peer.early[name] = event
+        self._count(peer, nbytes)
         self._by_transfer.setdefault(event.message.transfer_id, {})[event] = peer
         self._agenda.plan(event, until)
-        return True
+        dropped: list[EarlyEvent] = []
+        while (debtor := self._shares.debtor()) is not None:
+            newest = next(reversed(debtor.early.values()))
+            if not self.remove(newest).is_lost:
+                dropped.append(newest)
+        return dropped
+
+    def _count(self, peer: Peer, nbytes: int) -> None:
+        peer.early_bytes += nbytes
+        self._shares.add(peer.link.origin, peer, nbytes)
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
         """Remove and return the events of a transfer whose lease has come."""
@@ -141,7 +158,7 @@ class EarlyEvents:
         if not same:
             del self._by_transfer[event.message.transfer_id]
         del peer.early[name_of(event)]
-        peer.early_bytes -= _nbytes(event)
+        self._count(peer, -_nbytes(event))
         self._agenda.forget(event)
         return peer
 

@@ -231,10 +231,8 @@ class ProducerSession:
             self._refuse(event, *ended)
         elif lease is not None:
             self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
-        elif not self._early.keep(peer, event, now + self._config.early_follow_s):
-            self._refuse(
-                event, Refusal.INTERNAL, "too many prompts are followed before their leases"
-            )
+        else:
+            self._keep_early(peer, event, now + self._config.early_follow_s)
 
     def _withdrawn(self, event: WithdrawRequest, now: float) -> None:
         lease = self._by_request.get(event.request_id)
@@ -311,9 +309,14 @@ class ProducerSession:
         ended = self._find_ended(event.message)
         if ended is not None:
             self._refuse(event, *ended)
-        # with another secret it may be a new request under an old name, whose lease is still to come
-        elif not self._early.keep(peer, event, now + self._config.early_read_s):
-            self._refuse(event, Refusal.INTERNAL, "too many reads came before their leases")
+        else:  # with another secret it may be a new request under an old name, whose lease is still to come
+            self._keep_early(peer, event, now + self._config.early_read_s)
+
+    def _keep_early(self, peer: Peer, event: EarlyEvent, until: float) -> None:
+        """Keep a message until its lease comes, and refuse those for which that leaves no room."""
+        for dropped in self._early.keep(peer, event, until):
+            if isinstance(dropped.message, m.Read | m.Follow):
+                self._refuse(dropped, Refusal.INTERNAL, _TOO_EARLY)
 
     def _read_cancelled(self, event: FromPeer[m.CancelRead], now: float) -> None:
         peer, read_id = self._peers.ready(event.link), event.message.read_id
@@ -388,7 +391,7 @@ class ProducerSession:
         if follow is not None:
             self._early.remove(follow)
             keep_s = max(keep_s, self._config.early_follow_s)
-        self._early.keep(peer, event, now + keep_s)
+        self._keep_early(peer, event, now + keep_s)
 
     def _find_ended(self, key: m.TransferKey | m.Read | LeaseOrder) -> tuple[Refusal, str] | None:
         remembered = self._ended, self._ended_early
@@ -606,6 +609,7 @@ class ProducerSession:
 
 _ABORTED = LeaseState.ABORTED
 _NO_RANKS = frozenset[Rank]()
+_TOO_EARLY = "too many reads and followed prompts came before their leases"
 _UNKNOWN = "no such transfer"
 """The text is the same if a transfer with this name has another secret."""
 

@@ -13,9 +13,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import pytest
 import zmq
 
-from kvconnector.control import lookup
+from kvconnector.control import lookup, zmq_sockets
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
+from kvconnector.control.security import CurveKeys
 from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import (
     AuthenticationError,
@@ -627,6 +628,18 @@ def test_a_message_that_came_before_a_send_is_found_after_it():
         assert [event.payload for event in near.poll(0.0)] == [b"one"]
 
 
+@pytest.mark.parametrize("uses_keys", [True, False])
+def test_whoever_opened_a_connection_is_known_by_its_key_or_by_its_host(uses_keys):
+    theirs = new_keys(OURS.public_key)
+    ours = CurveKeys.from_values(
+        secret_key=OURS.secret_key, authorized_clients=[OURS.public_key, theirs.public_key]
+    )
+    with channels(*((theirs, ours) if uses_keys else (None, None))) as (near, far):
+        here, there = Recorder(near, far).link(near, far)
+        assert far.origin_of(there) == (theirs.public_key if uses_keys else "127.0.0.1")
+        assert near.origin_of(here) == ""
+
+
 def test_messages_beyond_a_turn_come_in_the_next_polls_without_a_wait():
     with channels(None, None, max_messages_per_turn=3) as (near, far):
         here, there = Recorder(near, far).link(near, far)
@@ -692,6 +705,40 @@ def test_connections_that_came_and_went_are_looked_at_in_turns():
         assert [event.payload for event in found] == [b"hello"]
         assert sum(counts) > 200
         assert max(counts) <= 2 * 16
+
+
+@pytest.mark.parametrize("ends", ["is served", "closes"])
+def test_a_storm_of_connections_while_nobody_polls_fills_no_memory(ends, monkeypatch):
+    """libzmq tells of each that came and went. It waits once too many are untold, and goes on afterwards."""
+    monkeypatch.setattr(zmq_sockets, "MAX_MONITOR_EVENTS", 100)
+    with channels(None, None) as (near, far):
+        place = parse_address(far.address)
+        for _ in range(40):
+            with ExitStack() as strangers:
+                for _ in range(100):
+                    stranger = strangers.enter_context(socket.socket())
+                    stranger.setblocking(False)
+                    stranger.connect_ex(place)
+                time.sleep(0.01)  # let libzmq accept some
+        if ends == "closes":
+            far.close()
+            return
+        handle = near.connect(far.address)
+        near.send(handle, b"hello")
+        num_events, monitor = 0, far._incoming.monitor
+        drain = monitor.drain
+
+        def counted():
+            nonlocal num_events
+            for event in drain():
+                num_events += 1
+                yield event
+
+        monitor.drain = counted
+        recorder = Recorder(near, far)
+        recorder.wait_payloads(far, 1)
+        # libzmq's thousand, ours, and those that the kernel had queued
+        assert num_events < 1000 + 100 + 2 * 200
 
 
 def test_a_peer_that_sends_all_the_time_does_not_keep_another_waiting():

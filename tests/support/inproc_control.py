@@ -113,6 +113,10 @@ class InprocControlChannel:
         near = self._by_handle.get(handle)
         return "a lost peer" if near is None else near.peer_address
 
+    def origin_of(self, handle):
+        near = self._by_handle.get(handle)
+        return near.peer_address if near is not None and near.is_accepting else ""
+
     def disconnect(self, handle):
         near = self._by_handle.get(handle)
         if near is None:

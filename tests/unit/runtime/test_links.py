@@ -439,13 +439,16 @@ PRODUCER = 100
 
 
 class Crowded:
-    """The producer of many peers. `arrive` makes `(peer, payload)` what its next look at the control channel finds."""
+    """The producer of many peers. `arrive` makes `(peer, payload)` what its next look at the control channel finds.
+    Those with negative numbers are connections of one stranger.
+    """
 
     def __init__(self, max_message_bytes=1 << 20):
         self._next, self.lost, self.said = [], [], []
         control = SimpleNamespace(
             poll=self._poll,
             peer_of=lambda handle: f"peer {handle}",
+            origin_of=lambda handle: "stranger" if handle < 0 else f"key {handle}",
             send=lambda handle, payload: self.said.append((handle, decode(payload))),
             disconnect=lambda handle: None,
         )
@@ -614,3 +617,34 @@ def test_nothing_waits_on_a_link_that_was_lost_in_a_flood_once_its_end_has_come(
     assert isinstance(lost.error, RemoteProtocolError)
     assert not side.links.is_connected(flooder)
     assert not side.links.has_arrived
+
+
+def test_many_connections_of_one_stranger_do_not_fill_the_memory_nor_cost_a_peer_its_link(
+    monkeypatch,
+):
+    """Each has few enough bytes for a link of its own, and the peer has more than each of them."""
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
+    side = Crowded(max_message_bytes=4096)
+    taken = []
+    for number in range(1, 200):
+        side.arrive(*[(7, bytes(4096))] * (number < 20), *[(-number, bytes(4096))] * 5)
+        taken.append(next(side.links.poll()))
+    waiting = [each.waiting_bytes for each in side.links._connections.values()]
+    assert 200_000 < sum(waiting) <= 4 * 100_000
+    assert {lost.link.origin for lost in side.lost} == {"stranger"}
+    assert all(isinstance(lost.error, RemoteProtocolError) for lost in side.lost)
+    taken += side.links.poll()
+    assert [link.origin for link, _ in taken].count("key 7") == 19
+    assert not side.links.has_arrived
+    assert side.links._shares.used_bytes == 0
+
+
+def test_a_flood_makes_no_new_links_of_the_connections_that_it_ends(monkeypatch):
+    """Not even if another connection's message was one too many."""
+    monkeypatch.setattr(links_module, "MAX_WAITING_BYTES", 100_000)
+    side = Crowded(max_message_bytes=4096)
+    turns = [(-number, bytes(4096)) for _ in range(20) for number in range(1, 9)]
+    side.arrive(*turns)
+    next(side.links.poll())
+    assert len(side.lost) == len({lost.link for lost in side.lost}) > 1
+    assert len(side.lost) + len([*side.links]) == 8

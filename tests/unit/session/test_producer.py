@@ -130,6 +130,35 @@ def test_a_peer_with_many_early_messages_leaves_room_for_those_of_others(side, m
     assert started.send.link is side.links[-2]
 
 
+def test_many_connections_of_one_stranger_leave_room_for_early_messages_of_a_peer(monkeypatch):
+    """Though each of its connections asks for less than the peer. What is beyond the room is refused to it."""
+    monkeypatch.setattr(peers, "MAX_ALL_EARLY_BYTES", 40 * peers.EVENT_BYTES)
+    side = harness.producer()
+    strangers = range(-100, -1)
+    for number in (-1, *strangers):
+        side.links[number].origin = "peer" if number == -1 else "stranger"
+        harness.welcome(side, number)
+    keys = [m.TransferKey(transfer_id=f"t{n}", secret=harness.SECRET) for n in range(15)]
+    refused = []
+    for n, key in enumerate(keys[:3]):
+        for number in strangers:
+            calls = side.handle(harness.follow(number, key))
+            refused += [each for each in harness.of(calls, "send") if _is_refusal(each.message)]
+        for own in keys[5 * n : 5 * n + 5]:
+            calls = side.handle(harness.follow(-1, own))
+            refused += [each for each in harness.of(calls, "send") if _is_refusal(each.message)]
+    assert {each.link for each in refused} <= {*strangers}
+    assert len(refused) == 3 * len(strangers) + 15 - 40
+    for key in keys:
+        calls = side.handle(harness.hold(key.transfer_id, key.transfer_id))
+        assert -1 in [each.link for each in harness.of(calls, "send")]
+    assert side.session._early._shares.used_bytes == 0
+
+
+def _is_refusal(message):
+    return isinstance(message, m.Progress) and message.refusal is Refusal.INTERNAL
+
+
 def test_early_messages_of_a_lost_peer_are_forgotten_at_once(side):
     harness.welcome(side)
     for number in range(3 * MAX_AT_ONCE):
