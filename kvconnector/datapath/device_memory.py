@@ -33,15 +33,15 @@ def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
     return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
-def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
-    """Wait until `is_idle`, which does not wait itself, returns True; call it every `poll_s` seconds. Raises
+def await_device(is_idle: Callable[[], bool], what: str) -> None:
+    """Wait until `is_idle`, which does not wait itself, returns True; call it every `POLL_S`. Raises
     TransportError: a GPU is not idle within `RELEASE_S`; `what` is the text.
     """
     deadline_s = time.monotonic() + RELEASE_S
     while not is_idle():
         if time.monotonic() >= deadline_s:
             raise TransportError(what, timeout_s=RELEASE_S)
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
 
 
 @contextmanager

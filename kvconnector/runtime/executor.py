@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
@@ -44,24 +44,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-CallT = TypeVar("CallT", bound=Callable[..., None])
+ArgumentsP = ParamSpec("ArgumentsP")
+ResultT = TypeVar("ResultT")
 
 
-def of_worker(call: CallT) -> CallT:
+def of_worker(call: Callable[ArgumentsP, ResultT]) -> Callable[ArgumentsP, ResultT]:
     """Mark a call of the data path or the transport: an unexpected exception there ends the worker, since what these
     share with the loop and the network may be torn.
     """
 
     @wraps(call)
-    def guarded(*arguments: object) -> None:
+    def guarded(*arguments: ArgumentsP.args, **named: ArgumentsP.kwargs) -> ResultT:
         try:
-            call(*arguments)
+            return call(*arguments, **named)
         except KVConnectorError:
             raise
         except Exception as error:
             raise WorkerFault(f"{call.__name__} failed: {error!r}") from error
 
-    return cast("CallT", guarded)
+    return guarded
 
 
 class SessionLinks(LinkPort):
@@ -145,13 +146,9 @@ class SessionLinks(LinkPort):
                 f"{why}: raise it on {'both engines' if ours == theirs else side}"
             ) from error
 
+    @of_worker
     def _expect_warm_up(self, link: Link) -> tuple[int, int]:
-        try:
-            return self._datapath.receives.expect_warm_up(link)
-        except KVConnectorError:
-            raise
-        except Exception as error:
-            raise WorkerFault(f"no warm-up message can be received: {error!r}") from error
+        return self._datapath.receives.expect_warm_up(link)
 
     @of_worker
     def connect_back(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
