@@ -269,7 +269,7 @@ class ConsumerSession:
         self._reads.close(read)
         load = read.load
         load.accept(event, now)
-        del load.reads[read.read_id]
+        load.remove_read(read)
         load.trace.finished(read.source.total_bytes, event.seconds, event.path, event.phases)
         self._after_read(load, now)
 
@@ -279,7 +279,7 @@ class ConsumerSession:
         load = read.load
         load.accept(event, now)
         self._reads.stop(read, now)
-        del load.reads[read.read_id]
+        load.remove_read(read)
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
             event.error.context["rank"] = str(read.source.source)
             self._fail(load, event.error, now)
@@ -507,7 +507,7 @@ class ConsumerSession:
         """Apply what a report of the data path says about a read, whatever its handler has applied. Idempotent."""
         read = event.read
         if isinstance(event, ev.ReceiveFinished | ev.ReceiveStopped | ev.ReceiveFailed):
-            read.load.reads.pop(read.read_id, None)
+            read.load.remove_read(read)
         if isinstance(event, ev.ReceiveFinished | ev.ReceiveDrained):
             self._reads.close(read)
         elif isinstance(event, ev.ReceivePosted) and not read.is_asked:

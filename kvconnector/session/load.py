@@ -257,6 +257,12 @@ class Load(Tracked[LoadState]):
             everything.append(self.order.token_stop)
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
+    def remove_read(self, read: RankRead) -> None:
+        """Remove a read that writes our blocks no more, however it ended. What counts even of a failed read is added to
+        the trace here, if the read was still listed. Idempotent.
+        """
+        self.reads.pop(read.read_id, None)
+
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
         """Return the error of a load whose deadline passed. It names what the load was waiting for."""
         context: dict[str, object] = {"state": self.state.value}
