@@ -242,14 +242,19 @@ class ConsumerRank(SessionThread):
         rank: RankGeometry,
         peer: PeerConfig,
     ) -> None:
-        orders = {
+        element_orders = {
             (index, family): "NHD"
             for index, group in enumerate(rank.groups)
             for family in range(len(group.families))
         }
         super().__init__(world, packed, rank)
         self.session = ConsumerSession(
-            engine, rank.rank, peer, Ports(self, self, self), chunk_bytes=CHUNK_BYTES, orders=orders
+            engine,
+            rank.rank,
+            peer,
+            Ports(self, self, self),
+            chunk_bytes=CHUNK_BYTES,
+            element_orders=element_orders,
         )
         self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS

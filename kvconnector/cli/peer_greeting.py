@@ -124,8 +124,10 @@ class _Session(ConsumerSession):
     def __init__(
         self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, ports: Ports
     ) -> None:
-        orders = defaultdict[tuple[int, int], str](lambda: "NHD")
-        super().__init__(ours, RANK, peer, ports, chunk_bytes=WARM_UP_BYTES, orders=orders)
+        element_orders = defaultdict[tuple[int, int], str](lambda: "NHD")
+        super().__init__(
+            ours, RANK, peer, ports, chunk_bytes=WARM_UP_BYTES, element_orders=element_orders
+        )
         self.engine = self._engines.engine_of(name)
         self.patience_s = self._engines.patience_s(self.engine)
         self.replies: dict[Link, m.HelloReply] = {}

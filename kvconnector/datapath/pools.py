@@ -86,7 +86,7 @@ class Pools:
                 found.append((start, start + last + table.item_size_bytes))
         return found
 
-    def orders(self) -> dict[tuple[int, int], str]:
+    def element_orders(self) -> dict[tuple[int, int], str]:
         """Return the element order in which each table is read and written fastest."""
         return {key: _order_of(table) for key, table in self.tables.items()}
 

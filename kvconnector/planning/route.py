@@ -63,14 +63,15 @@ class Route:
 def plan_routes(
     consumer: TpKVTopology,
     producer: EngineGeometry,
-    orders: Mapping[tuple[int, int], str] | None = None,
+    element_orders: Mapping[tuple[int, int], str] | None = None,
 ) -> tuple[Route, ...]:
     """Return the routes on which a consumer rank reads from a producer engine, in the order of that engine's ranks.
 
     Args:
         consumer: The rank that reads.
         producer: The engine to read from.
-        orders: By (group, family), the element order of chunks that the consumer rank unpacks fastest; "HND" if absent.
+        element_orders: By (group, family), the element order of chunks that the consumer rank unpacks fastest; "HND" if
+            absent.
 
     Raises:
         IncompatiblePeerError: the producer lacks something that the consumer rank holds, or a route would have more
@@ -81,7 +82,9 @@ def plan_routes(
     for target in consumer.get_target_remote_ranks(producer):
         theirs = producer.rank_geometry(target.rank).groups
         segments = tuple(
-            replace(segment, order=(orders or {}).get((segment.group, segment.family), "HND"))
+            replace(
+                segment, order=(element_orders or {}).get((segment.group, segment.family), "HND")
+            )
             for segment in target.segments
         )
         there = _windows(segments, theirs)

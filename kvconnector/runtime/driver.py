@@ -123,11 +123,11 @@ class Driver:
         self.producer: ProducerSession | None = None
         self.consumer: ConsumerSession | None = None
         if config.role != "consumer":
-            self._reply = partial(hello_reply, config, pools, transport, datapath, incarnation)
+            self._make_reply = partial(hello_reply, config, pools, transport, datapath, incarnation)
             self.producer = ProducerSession(
                 engine,
                 rank,
-                self._reply(),
+                self._make_reply(),
                 config.lease,
                 config.peer.timeout_s,
                 named_within_s=config.peer.heartbeat_interval_s,
@@ -140,7 +140,7 @@ class Driver:
                 config.peer,
                 self.ports,
                 chunk_bytes=config.chunk_bytes(pools.device, pools.largest_row_bytes),
-                orders=pools.orders(),
+                element_orders=pools.element_orders(),
                 stream=config.stream,
             )
         self.num_turns = 0
@@ -178,7 +178,7 @@ class Driver:
 
     def _change_reply(self) -> None:
         assert self.producer is not None  # otherwise the data path exports nothing
-        reply = self._reply()
+        reply = self._make_reply()
         for link in self.producer.change_reply(reply, self.links):
             try:
                 self.ports.links.send(link, reply)

@@ -164,7 +164,7 @@ class DriverThread:
         if self._failure is not None:
             return
         self._driver.put(orders)
-        if inline_s > 0.0 and not self._datapath.lock.is_handshaking:
+        if inline_s > 0.0 and not self._datapath.lock.is_greeting:
             progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
             if self._run_inline(progress):
                 return

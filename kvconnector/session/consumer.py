@@ -96,8 +96,9 @@ LOAD_TABLE: Table[LoadState] = Table(
 class ConsumerSession:
     """All loads of one consumer worker. `handle` is the only way in.
 
-    `orders[group, family]` is the order in which this worker unpacks a segment fastest. `stream`: read prompts that are
-    still being computed. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is due.
+    `element_orders[group, family]` is the order in which this worker unpacks a segment fastest. `stream`: read prompts
+    that are still being computed. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is
+    due.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ConsumerSession:
         ports: Ports,
         *,
         chunk_bytes: int,
-        orders: Mapping[tuple[int, int], str],
+        element_orders: Mapping[tuple[int, int], str],
         stream: bool = True,
     ) -> None:
         self._timeout_s = peer.transfer_timeout_s
@@ -126,7 +127,7 @@ class ConsumerSession:
         self._reads = Reads(ports, self._agenda, drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
         self._engines = RemoteEngines(
-            topology, peer, orders, self._agenda, ports, on_change=self._engine_changed
+            topology, peer, element_orders, self._agenda, ports, on_change=self._engine_changed
         )
 
     def handle(self, event: object, now: float) -> None:

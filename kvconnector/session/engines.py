@@ -94,14 +94,14 @@ class RemoteEngines:
         self,
         topology: TpKVTopology,
         settings: PeerConfig,
-        orders: Mapping[tuple[int, int], str],
+        element_orders: Mapping[tuple[int, int], str],
         agenda: Agenda[Any],
         ports: Ports,
         *,
         on_change: Callable[[ev.EngineReady | ev.EngineLost, float], None],
     ) -> None:
         self._topology = topology
-        self._orders = orders
+        self._element_orders = element_orders
         self._settings = settings
         self._links, self._engine = ports.links, ports.engine
         self._on_change = on_change
@@ -277,7 +277,7 @@ class RemoteEngines:
                 engine.has_named_ranks = True
                 self._links.send(event.link, _look_up(engine.name, holders, geometry))
                 return
-            engine.routes = plan_routes(self._topology, geometry, self._orders)
+            engine.routes = plan_routes(self._topology, geometry, self._element_orders)
             engine.row_tokens = tuple(group.row_tokens for group in geometry.ranks[0].groups)
         except KVConnectorError as error:
             self._lose(engine, event, error, now)
@@ -405,7 +405,7 @@ class RemoteEngines:
             return PeerUnreachableError(
                 "the engine was not greeted in time: peer.max_unknown_engines others did not answer"
                 if is_queued
-                else "the engine did not complete the handshake in time",
+                else "the engine did not complete the greeting in time",
                 engine=engine.name.engine_id,
                 address=engine.name.address,
                 state=engine.state.value,

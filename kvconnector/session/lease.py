@@ -135,7 +135,7 @@ class Lease(Tracked[LeaseState]):
             self.watermark = watermark
         return True
 
-    def names(self) -> tuple[bytes, ...]:
+    def make_keys(self) -> tuple[bytes, ...]:
         """Return the keys under which consumers look it up. Followers make theirs before they know the blocks."""
         known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
         known_blocks += [self.blocks] if self.is_complete else []

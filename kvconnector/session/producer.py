@@ -209,7 +209,7 @@ class ProducerSession:
             self._agenda.plan(lease, lease.expires_at)
         lease.move(target)
         if self._reply.export is not None:
-            lease.keys = lease.names()
+            lease.keys = lease.make_keys()
             for key in lease.keys:
                 self._data.publish(key, lease.watermark)
         self._notify_followers(lease)
@@ -277,7 +277,7 @@ class ProducerSession:
         peer = self._peers.ready(event.link)
         lease = self._leases.get(read.transfer_id)
         if peer is None or peer.route is None:
-            self._refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")
+            self._refuse(event, Refusal.NOT_GREETED, "a read came before the greeting")
         elif read.incarnation != self._reply.incarnation:
             self._refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")
         elif lease is None or _is_early(read, lease):

@@ -27,7 +27,7 @@ def engines(start):
         assert arrives(p, d, "warm", [0], [0], num_tokens=9)
         # a direct read may be over before the warm-up messages are, and only drivers' threads take these
         locks = [each.workers[0]._thread._datapath.lock for each in (p, d)]
-        waiting.until(lambda: not any(lock.is_handshaking for lock in locks))
+        waiting.until(lambda: not any(lock.is_greeting for lock in locks))
         return p, d
 
     return make

@@ -284,7 +284,7 @@ TABLE = {
     ),
     e.PeerUnreachableError: (
         failed_load(freeze, before=lambda pair: pair.pass_time(2.0)),
-        ["did not complete the handshake in time", "address='tcp://", "waited_s=3", "engine='p'"],
+        ["did not complete the greeting in time", "address='tcp://", "waited_s=3", "engine='p'"],
     ),
     e.PeerLostError: (failed_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
     e.OtherPromptError: (

@@ -20,7 +20,7 @@ never handed out.
 reads the network's clock, which is the same except in tests.
 
 *Blocking.* `pump` sleeps. `sends.open_endpoint`, `receives.expect_warm_up` and `reads.open` may compile kernels and map
-memory, so no engine's thread gets there: see `DriverLock.is_handshaking`. `close` waits for a GPU, with a deadline.
+memory, so no engine's thread gets there: see `DriverLock.is_greeting`. `close` waits for a GPU, with a deadline.
 Nothing else waits.
 
 *What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
@@ -91,8 +91,8 @@ class DataPath:
         self._closed = False
 
     def __repr__(self) -> str:
-        is_handshaking = self.lock.is_handshaking
-        state = "closed" if self._closed else "greeting" if is_handshaking else "open"
+        is_greeting = self.lock.is_greeting
+        state = "closed" if self._closed else "greeting" if is_greeting else "open"
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
     def prepare_chunks(self, route: Route, *, packing: bool) -> None:
@@ -153,8 +153,8 @@ class DataPath:
             self.receives.admit()
         if may_check and len(self.events) == num_events:
             now_s = self.clock()
-            is_greeted = self.lock.is_handshaking and self._is_handshaking()
-            if is_greeted or now_s >= self._next_check_s:
+            is_greeting = self.lock.is_greeting and self._is_greeting()
+            if is_greeting or now_s >= self._next_check_s:
                 self._check_peers(now_s)
         if len(self.events) > num_events:
             self._loop.stay_awake()  # the engine or a peer waits for it
@@ -226,18 +226,18 @@ class DataPath:
             return timeout_s
         if self.reads.waiting and len(self.reads.active) < MAX_READS:
             return pacing.LOOK_AT_LEASE_S
-        is_greeted = self.lock.is_handshaking and self._is_handshaking()
-        if is_greeted or self.transport.arriving_control:
+        is_greeting = self.lock.is_greeting and self._is_greeting()
+        if is_greeting or self.transport.arriving_control:
             return min(timeout_s, pacing.LOOK_AGAIN_S)
         rows = self.reads.active or self.receives.active or self.sends.active
         return (
             min(timeout_s, pacing.CHECK_PEERS_S) if rows or self.sends.may_hold_slots else timeout_s
         )
 
-    def _is_handshaking(self) -> bool:
+    def _is_greeting(self) -> bool:
         """Returns True while a peer is greeted. For the owner only; any thread may read its last result."""
-        self.lock.is_handshaking = bool(self.warm_ups)
-        return self.lock.is_handshaking
+        self.lock.is_greeting = bool(self.warm_ups)
+        return self.lock.is_greeting
 
     def _check_peers(self, now_s: float) -> None:
         """Collect the ends of warm-up messages, and look for lost peers."""

@@ -19,7 +19,7 @@ class DriverLock:
     """
 
     def __init__(self, state: LoopState) -> None:
-        self.is_handshaking = False
+        self.is_greeting = False
         """True while a peer is greeted, which may compile kernels and map memory, and so is not done inline. The owner
         sets it.
         """
@@ -59,7 +59,7 @@ class DriverLock:
         """
         now_ns = time.monotonic_ns()
         self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
-        if self.is_handshaking:
+        if self.is_greeting:
             return False
         # outside the loop the driver's thread works, or it waits for the GIL and no thread looks for work
         return bool(self._words.pending) or not self._words.looping

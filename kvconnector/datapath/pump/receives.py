@@ -129,7 +129,7 @@ class Receives(Programs[Receive]):
         self._warm_ups[link] = tickets
         for ticket in tickets:
             self.loop.warm_ups[ticket] = partial(self._warmed_up, link, ticket)
-        self.loop.lock.is_handshaking = True
+        self.loop.lock.is_greeting = True
         return tag, buffer.nbytes
 
     def _warmed_up(self, link: Link, ticket: int, error: KVConnectorError | None) -> None:

@@ -86,7 +86,7 @@ class Sends(Programs[Sending]):
         """Send a consumer worker a message whose bytes mean nothing."""
         ticket = self._transport.send(self._endpoints[link], tag, self.slots.scratch(nbytes))
         self.loop.warm_ups[ticket] = partial(self._warmed_up, link)
-        self.loop.lock.is_handshaking = True
+        self.loop.lock.is_greeting = True
 
     def _warmed_up(self, link: Link, error: KVConnectorError | None) -> None:
         endpoint = self._endpoints.get(link)

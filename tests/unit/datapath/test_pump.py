@@ -97,7 +97,7 @@ def test_a_data_path_names_its_reads_and_slots(make_pair):
     _, _, _, receive = both_programs(pair, range(48), **SMALL)
     for read in (1, 2):
         pair.d.path.receives.submit(receive_of(read, receive))
-    pair.until(lambda: not pair.p.path.lock.is_handshaking)
+    pair.until(lambda: not pair.p.path.lock.is_greeting)
     no_reads = "<DirectReads of 0 peers, active [], waiting []>"
     free = "<Slots 3 of 3 free, 0 busy>"
     assert repr(pair.p.path) == (

@@ -244,7 +244,7 @@ def read_ended(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
 
 def consumer(geometry=None, peer=PEER, **settings):
     """Make a consumer worker of rank 0."""
-    settings = {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}} | settings
+    settings = {"chunk_bytes": CHUNK_BYTES, "element_orders": {(0, 0): "HND"}} | settings
     return Side(partial(ConsumerSession, geometry or engine("d"), Rank(0, 0), peer, **settings))
 
 

@@ -418,7 +418,7 @@ def _rank_without_layers():
     ours = harness.engine("d", model, pp_size=2)
     settings = ours, Rank(1, 0), harness.PEER
     side = harness.Side(
-        partial(ConsumerSession, *settings, chunk_bytes=harness.CHUNK_BYTES, orders={})
+        partial(ConsumerSession, *settings, chunk_bytes=harness.CHUNK_BYTES, element_orders={})
     )
     assert harness.resolve(side, harness.engine(model=model), is_followed=True) == []
     return side
