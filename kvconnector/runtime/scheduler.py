@@ -313,7 +313,9 @@ class Scheduler:
             request_id: The engine's name for the request.
         """
         remote = self._requests.get(request_id)
-        return remote is not None and remote.params.is_followed and not remote.producer_started
+        if remote is None or remote.stage != "wanted":
+            return False  # the engine has decided meanwhile
+        return remote.params.is_followed and not remote.producer_started
 
     def load(
         self,

@@ -183,6 +183,24 @@ def test_unusable_parameters_are_computed_here(world, key, value):
     assert [output.new_token_ids for output in outputs] == [[7]]
 
 
+@pytest.mark.parametrize("is_followed", [True, False])
+@pytest.mark.parametrize(
+    "sampling", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=str
+)
+def test_a_request_that_needs_every_token_computed_waits_for_nobody(world, sampling, is_followed):
+    """The producer's blocks are freed before the request has its turn, and it does not wait for the prompt's begin."""
+    engine = world(engine={"max_num_seqs": 1})
+    engine.add(40, max_tokens=3)
+    params = dict(w.FOLLOWED) if is_followed else w.offer(100)
+    request = engine.add(100, params, **sampling)
+    news, _ = engine.step()
+    assert ([want.request_id for want in news.wants], news.dropped) == (["r2"], ["r2"])
+    for _ in range(3):
+        news, _ = engine.step()
+        assert (news.loads, news.dropped) == ([], [])
+    assert (request.status.name, request.num_computed_tokens) == ("RUNNING", 100)
+
+
 def test_a_preempted_request_is_not_loaded_again(world):
     engine = world()
     request, news = _load(engine)

@@ -207,6 +207,16 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.update(connector_output)
 
+    def reset_cache(self) -> bool:
+        """Withdraw what this engine offers, and load nothing that was offered before. Returns False while loads are
+        under way. vLLM calls it for `reset_prefix_cache(reset_connector=True)`, as when a pause empties its caches.
+        """
+        return self._scheduler.reset()
+
+    def has_pending_push_work(self) -> bool:
+        """True if workers must learn of a reset: a paused engine plans a step only if somebody has work for it."""
+        return self._scheduler.has_orders_of_reset
+
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:

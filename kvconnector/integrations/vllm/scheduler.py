@@ -93,6 +93,8 @@ class SchedulerHalf:
         self._sent, self._received = Reports(), Reports()
         self.partly_filled = PartlyFilled()
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
+        self.has_orders_of_reset = False
+        """True until a step takes what `reset` has ordered. The engine may be paused, and then plans no other step."""
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
         """Take all workers' registrations, and start a producer's directory service. vLLM 0.33 calls this again when
@@ -179,6 +181,10 @@ class SchedulerHalf:
                 "request %s was rejected here, so the blocks that engine %s holds for it are freed"
             )
             logger.info(text, name, engine)
+            return
+        if request.get_skip_reading_prefix_cache():
+            # vLLM ignores what we could load, so that it gets the logprobs of all tokens
+            self._scheduler.load(name, blocks=(), num_tokens=0)  # frees its blocks
             return
         if other and not usable:
             text = "request %s is computed without engine %s, which does not offer the %s of its prompt"
@@ -312,8 +318,36 @@ class SchedulerHalf:
                 request, self._backoff_tokens(), self._contexts
             )
 
+    def reset(self) -> bool:
+        """Let nothing be read any more that was computed before: vLLM calls this when its weights have changed.
+
+        Blocks that are held are taken back, and so are those of prompts that consumers follow. Requests in the queue
+        are computed here, without the first tokens that came with them.
+
+        Returns:
+            False if loads are under way, which vLLM cannot reset either. Their requests are still to be ended.
+        """
+        if self._started is None:
+            return True
+        begun = [name for name, request in self._streamed.items() if request.num_computed_tokens]
+        offered = [*self._scheduler.held, *begun]
+        pending = [name for name in self._asked if self._scheduler.is_pending(name)]
+        loading = [name for name in pending if self._scheduler.is_loading(name)]
+        queued = [name for name in pending if name not in loading]
+        for name in offered:
+            self._scheduler.withdraw(name)
+        for name in queued:
+            self._scheduler.load(name, blocks=(), num_tokens=0)  # frees the producer's blocks
+            self.first_tokens.forget(name)
+        self.has_orders_of_reset |= bool(offered or queued)
+        if loading:
+            text = "the cache is not reset: %d requests are being loaded with what others have computed"
+            logger.warning(text, len(loading))
+        return not loading
+
     def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
         """Return the orders for all workers, which take them once the planned step's kernels are launched."""
+        self.has_orders_of_reset = False
         for request_id in self._streamed.keys() & (planned.preempted_req_ids or ()):
             self._scheduler.withdraw(request_id)
         # if another connector loads in the step, workers take its orders before the kernels are launched
