@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from contextlib import closing
@@ -18,6 +17,7 @@ from kvconnector.config import SECTIONS
 from tests.docs.blocks import ROOT, blocks, recorded, run, spans
 from tests.docs.commands import check, check_cli, check_json, check_settings
 from tests.hosts.network import missing
+from tests.support.working import run_while_working
 
 SHELL = blocks("sh", "bash")
 DATA = {"json": check_json, "toml": tomllib.loads, "text": str, "mermaid": str, "": None}
@@ -248,13 +248,9 @@ def test_python_runs(block, capsys):
 @pytest.mark.integration
 def test_an_engine_whose_ranks_are_processes_loads_from_all_of_them():
     path = ":".join(str(ROOT / each) for each in ("", "kernels"))
-    done = subprocess.run(
+    done = run_while_working(
         [sys.executable, str(ROOT / "examples/embed_ranks.py")],
         env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert done.stdout == f"loaded\nheads of block 5: {[float(n) for n in range(8)]}\n", done.stderr
 
