@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
         """Return the logical axes in memory order, slowest first; on request with an axis for layers before the others.
-        A backend that lacks this method, or raises NotImplementedError or AttributeError, uses the shape's order.
+        A backend that lacks this method, or raises NotImplementedError, uses the shape's order.
         """
 
 
@@ -105,7 +105,7 @@ class CacheLayout:
 
 def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
     """Return the layout of a backend's cache, from its shape and order for sizes that cannot be confused. Raises
-    GeometryError: an axis of the shape cannot be identified, or the stride order is not a permutation.
+    GeometryError: an axis of the shape cannot be identified, or the stride order is no permutation or cannot be had.
     """
     shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:
@@ -132,8 +132,16 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
 
 def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) -> tuple[int, ...]:
     order = tuple(range(num_axes))
-    with suppress(AttributeError, NotImplementedError):
-        order = tuple(backend.get_kv_cache_stride_order(cross_layers))
+    stated = getattr(backend, "get_kv_cache_stride_order", None)
+    try:
+        with suppress(NotImplementedError):
+            order = order if stated is None else tuple(stated(cross_layers))
+    except AttributeError as error:
+        # the shape's order would be a guess, and a wrong one reads wrong bytes
+        raise GeometryError(
+            f"the backend's get_kv_cache_stride_order looks for what is not there: {error}",
+            backend=getattr(backend, "__name__", type(backend).__name__),
+        ) from error
     if sorted(order) != list(range(num_axes)):
         raise GeometryError(
             "a stride order names every axis once", stride_order=order, num_axes=num_axes
