@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +232,40 @@ def test_a_request_does_not_wait_for_an_output_that_has_left(engine, has_media):
     consumer.cache.clear()
     run([producer, consumer], lambda: request in consumer.params)
     assert (consumer.encodes, consumer.errors) == ((["a"], []) if has_media else ([], [request]))
+
+
+def test_the_log_says_once_that_an_output_is_encoded_after_all(engine, caplog):
+    """Each step of its prompt asks again whether the output is there."""
+    producer, consumer = engine("producer"), engine("consumer")
+    params = offered(producer, feature("a"))
+    params["a"]["shape"] = [31, HIDDEN]
+    consumer.scheduler.max_num_scheduled_tokens = 8
+    request = consumer.add(feature("a"), params=params)
+    run([producer, consumer], lambda: request in consumer.params)
+    assert (consumer.encodes, consumer.errors) == (["a"], [])
+    assert caplog.text.count(f"request {request}:") == 1
+
+
+def test_a_request_that_is_computed_again_waits_as_long_as_the_first_time(engine, monkeypatch):
+    """Another request had fetched its output, which has left since: now it fetches that by its own offer."""
+    producer = engine("producer")
+    consumer = engine("consumer", ec_cpu_bytes=2 * 16 * HIDDEN * 4, wait_s=20.0)
+    asked = [offered(producer, feature("a")) for _ in range(2)]
+    consumer.add(feature("a"), params=asked[0])
+    consumer.scheduler.max_num_scheduled_tokens = 64
+    # at another place: otherwise it would find these tokens in the prefix cache
+    second = consumer.add(feature("a", offset=16, has_media=False), params=asked[1], tokens=900)
+    computed = consumer.scheduler.requests[second]
+    run([producer, consumer], lambda: computed.num_computed_tokens > 64)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 20.0)
+    monkeypatch.setattr(scheduler, "time", clock)
+    assert consumer.half._outputs.add("b", 2, (32, HIDDEN))
+    consumer.half._outputs.drop("b")
+    assert consumer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    consumer.scheduler.reset_encoder_cache()
+    consumer.cache.clear()
+    run([producer, consumer], lambda: second in consumer.params)
+    assert (consumer.encodes, consumer.errors) == ([], [])
 
 
 def test_an_output_that_is_never_encoded_is_fetched_for_those_who_wait(engine):
