@@ -66,10 +66,3 @@ def test_memory_is_used_again():
     assert buffers.lend(few, 1)[0] is not first
     assert buffers.lend(few, 0)[0] is first
     assert buffers.lend(few, 0)[0] is not first
-
-
-@given(ids=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=200))
-def test_the_highest_id_is_found_in_the_bytes(ids):
-    wire_ids = np.array(ids, "<i4").tobytes()
-    found = GroupBlocks(first_block=0, wire_ids=wire_ids).highest_id()
-    assert found == max((each % (1 << 32) for each in ids), default=-1)
