@@ -1,4 +1,4 @@
-"""Every setting and the only place of defaults.
+"""All settings, and the only place that has defaults.
 
 Settings come from a mapping (`from_mapping`, e.g. vLLM's `kv_connector_extra_config`) or from the environment
 (`from_env`): `KVCONNECTOR_<FIELD>` for the top level, `KVCONNECTOR_<SECTION>_<FIELD>` for a section, as in
@@ -27,7 +27,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 KIB = 1 << 10
 MIB = 1 << 20
-# UCX's own 8 KiB cost a system call each, and a copy on the sending side that longer ones do without.
+# UCX's default segments of 8 KiB cost a system call each, and a copy on the sending side that longer segments avoid.
 TCP_SEGMENT_BYTES = 512 * KIB
 TcpSegment = Annotated[int, msgspec.Meta(ge=0, le=16 * MIB, multiple_of=4 * KIB)]
 
@@ -40,19 +40,19 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     host: str = "127.0.0.1"
     """IP address, or localhost, that this process binds."""
     advertise_host: str = ""
-    """Host that peers connect to; empty for `host`. Needed where `host` is a wildcard."""
+    """Host that peers connect to; empty means `host`. Required if `host` is a wildcard."""
     port: Port = 0
-    """Port of the scheduler's directory service; 0 takes a free one."""
+    """Port of the scheduler's directory service; 0 picks a free one."""
     insecure: bool = False
     """Run without CURVE keys. Accepted only for loopback addresses."""
     insecure_network: bool = False
     """Run without CURVE keys on any address: anybody who reaches this engine's ports can read and forge its messages.
-    Only for a network that nobody else can reach.
+    Use it only on a network that nobody else can reach.
     """
     secret_key_file: str = ""
-    """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
+    """File with this engine's CURVE secret key, as `kvconnector keygen` writes it."""
     authorized_clients_file: str = ""
-    """Public keys of the engines that this one talks to, one per line."""
+    """File with the public keys of the engines that this one talks to, one per line."""
     allowed_producers: str = ""
     """The producers that requests may name, separated by commas: networks (`10.2.0.0/16`), hosts, or hosts with the
     port of the directory service (`10.2.0.7:5557`, `*.prefill.svc:5557`). A request that names another one is refused
@@ -61,7 +61,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_message_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
     over_ucx: bool = True
-    """Once two workers have greeted each other, send their messages over UCX, if both sides have this set."""
+    """Once two workers have greeted each other, send their messages over UCX if both have this set."""
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,74 +70,81 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     duration_s: Positive = 30.0
     """The lease ends this long after it was granted or last renewed by a heartbeat."""
     early_read_s: Positive = 5.0
-    """How long a read may wait for its lease, since the router can be faster than the producer's next engine step."""
+    """How long a read may wait for its lease: a router can be faster than the producer's next engine step."""
     early_follow_s: Positive = 120.0
-    """How long a consumer may wait for a prompt before this engine gets the request, since a router asks both engines
-    at once and this one's queue may be longer. After that the consumer is refused.
+    """How long a consumer may wait for a prompt that this engine has not received yet: a router asks both engines at
+    once, and the request may still be queued in front of this engine. After that the consumer is refused.
     """
     reclaim_above: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """While more than this share of a cache group's blocks is held for consumers, the producer withdraws the oldest
-    requests that no consumer has asked for within `peer.heartbeat_interval_s`. Consumers that come later get
-    `OfferReclaimedError`. 1 means never, since only the operator knows how late a router asks decode engines.
+    requests that no consumer has asked for within `peer.heartbeat_interval_s`. Consumers that ask later get
+    `OfferReclaimedError`. The default of 1 means never, because only the operator knows how late a router asks decode
+    engines.
     """
 
 
 class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Liveness of peers. Every wait for a peer ends by one of these."""
+    """Liveness of peers. Each wait for a peer is bounded by one of these."""
 
     hello_timeout_s: Positive = 10.0
-    """From the first connection attempt to a usable session. An engine that was never met has three times as long."""
+    """Time limit from the first connection attempt to a usable session; three times as long for an engine that this one
+    has never met.
+    """
     max_unknown_engines: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
-    """Engines never met before that a consumer rank greets at once; others wait for their turn. Requests may name any
-    number of addresses, and each takes a few descriptors until it has answered or its time is over.
+    """How many engines that it has never met a consumer rank greets at once; others wait for their turn. Requests may
+    name any number of addresses, and each takes a few descriptors until it has answered or timed out.
     """
     heartbeat_interval_s: Positive = 5.0
-    """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
+    """A consumer sends heartbeats this often to every producer rank that it waits for or reads from."""
     timeout_s: Positive = 15.0
-    """A peer that sent nothing for this long is lost, and so is a host that does not answer its greeting."""
+    """A peer that has sent nothing for this long counts as lost, and so does a host that does not answer a greeting."""
     idle_timeout_s: Positive = 300.0
     """A consumer disconnects from a producer engine after this long without a request; the next one greets it again."""
     transfer_timeout_s: Positive = 60.0
-    """A read that made no progress for this long fails."""
+    """A read that makes no progress for this long fails."""
     progress_timeout_s: Positive = 600.0
-    """A load that reads a prompt while it is computed fails after this long without a new token, the time in the
-    producer's queue included.
+    """A load that reads a prompt while it is being computed fails after this long without a new token; the time in the
+    producer's queue counts too.
     """
     backoff_initial_s: Positive = 1.0
-    """First pause before a lost peer is tried again; doubles up to `backoff_max_s`."""
+    """Pause before the first attempt to reach a lost peer again; each further pause is twice as long."""
     backoff_max_s: Positive = 60.0
-    """Longest pause between attempts."""
+    """Longest pause between such attempts."""
 
 
 class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Staging memory of a worker, bounded by `budget_bytes` however large the requests are."""
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 40)] = 256 * MIB
-    """All send and receive slots of one worker together."""
+    """Total size of all send and receive slots of one worker."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
-    """Bytes of one slot, and the longest message; 0 means `CPU_CHUNK_BYTES` (2 MiB) or `CUDA_CHUNK_BYTES` (40 MiB), or
-    the largest row of the caches if that is longer.
+    """Size of one slot, and of the longest message; 0 means `CPU_CHUNK_BYTES` (2 MiB) or `CUDA_CHUNK_BYTES` (40 MiB),
+    or the size of the caches' largest row if that is more.
     """
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
-    """Most programs of a copy kernel, to leave multiprocessors to the model; 0: no limit, -1: half of the GPU's."""
+    """Upper limit on the programs (thread blocks) of a copy kernel, which leaves multiprocessors to the model; 0: no
+    limit, -1: half of the GPU's multiprocessors.
+    """
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    """How long the driver's thread, and an engine's in `wait`, spin without the GIL after the last event before they
-    sleep; a negative value means `CPU_SPIN_S` (50 us) or `CUDA_SPIN_S` (5 ms).
+    """How long the driver's thread, and an engine's thread in `wait`, spin without the GIL after the last event before
+    they sleep; a negative value means `CPU_SPIN_S` (50 us) or `CUDA_SPIN_S` (5 ms).
     """
 
 
 class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How reads may travel. Packed messages always work."""
+    """How blocks may reach the consumer. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """`auto`: a consumer reads its producer's pools itself wherever it can, which needs both on one host. `always`: the
-    same, with a warning where it cannot. `never`: it does not, and this worker does not share its pools, either.
+    """`auto`: a consumer reads the producer's pools itself wherever it can, which requires both to be on one host.
+    `always`: the same, with a warning where it cannot. `never`: it never does, and this worker does not share its pools
+    either.
     """
     shared_folder: str = ""
     """A folder that engines in other containers of this node also mount, such as a volume of both pods, so that
-    consumers there can read caches directly. Set it in both engines to where it is mounted; both need the same user.
+    consumers there can read caches directly. Set it in both engines to the path of the mount; both must run as the same
+    user.
     """
     copy_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Most threads that copy one direct read of 4 MiB or more between caches in CPU memory; only idle cores are used.
@@ -154,38 +161,41 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     use an active RDMA port, else `wheel`.
     """
     tls: str = ""
-    """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
+    """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment variables."""
     net_devices: str = ""
-    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, separated by commas. Empty as
-    for `tls`: UCX takes the ports nearest to a message's memory.
+    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, separated by commas. Empty leaves
+    the choice to UCX, which takes the ports nearest to a message's memory.
     """
     require_rdma: bool = False
-    """Refuse peers on other hosts that UCX reaches without RDMA. By default a host with active ports only warns."""
+    """Refuse peers on other hosts that UCX does not reach over RDMA. By default a host with active RDMA ports only logs
+    a warning.
+    """
     tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
-    """Bytes that UCX's tcp passes to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves both to
-    UCX. Engines that read from each other need the same value.
+    """Bytes that UCX's TCP transport passes to a socket at once (UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE); 0 leaves
+    both to UCX. Engines that read from each other need the same value.
     """
 
 
-# CPU: slots small enough to stay in the last-level cache between pack, socket and unpack. GPU: long
-# enough that a launch and a rendezvous are small beside the copy.
+# CPU: slots are small enough to stay in the last-level cache between pack, socket and unpack. GPU: they are
+# large enough that a launch and a rendezvous take little time compared with the copy.
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 40 * MIB
-# Waking a thread took 0.2 ms on a GPU host, and a small transfer takes less; without a GPU cores are scarce.
+# Waking a thread took 0.2 ms on a GPU host, longer than a small transfer; on hosts without a GPU, cores are scarce.
 CPU_SPIN_S = 50e-6
 CUDA_SPIN_S = 5e-3
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of one engine. Every rank and the scheduler of an engine get the same."""
+    """All settings of one engine. Every rank of an engine and its scheduler get the same settings."""
 
     engine_id: Id
     """This engine's name, by which peers address it. Unique among the engines that talk to each other."""
     role: Role = "both"
     """`producer`: offers blocks. `consumer`: loads them. `both`: does both."""
     stream: bool = True
-    """Move a prompt's cache while the producer still computes it, if a router asks both engines at once. Off at the
-    consumer: the cache is loaded when the producer is done. Off at the producer: the router asks one after the other.
+    """Move a prompt's cache while the producer is still computing it, if a router asks both engines at once. If this is
+    off at the consumer, it loads the cache when the producer is done. If it is off at the producer, the router asks one
+    engine after the other.
     """
     control: ControlConfig = ControlConfig()
     lease: LeaseConfig = LeaseConfig()
@@ -194,24 +204,25 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     paths: PathsConfig = PathsConfig()
     ucx: UcxConfig = UcxConfig()
     slow_load_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
-    """If a load keeps its blocks waiting for longer, the log says what it waited for; 0 logs none."""
+    """If a load makes its blocks wait for longer than this, the log says what it waited for; 0 turns this off."""
     stuck_after_s: Positive = 60.0
-    """A worker that has not returned for this long from a call, such as one of the CUDA driver, transfers nothing more:
-    requests that have no blocks fail, as do new ones. Those that have blocks end once the call has returned.
+    """If a call, such as one of the CUDA driver, has not returned to the worker for this long, the worker transfers
+    nothing more: requests that have no blocks yet fail, and so do new ones. Requests that have blocks end once the call
+    has returned.
     """
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest after each chunk, and consumers check it before they unpack. All reads
-    are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow: use it to find what damages
-    bytes. Engines that read from each other need the same value. Needs the extra `checksum`.
+    are then packed, and chunks on GPUs are copied to the host to be hashed, which is slow: use it to find out what
+    damages bytes. Engines that read from each other need the same value. Needs the extra `checksum`.
     """
     convert: Literal["auto", "never"] = "auto"
-    """`auto`: elements are converted on the way if the two engines' caches have different types or scales, as from bf16
-    to fp8. `never`: such engines are refused.
+    """`auto`: if the two engines' caches have different types or scales, as with bf16 and fp8, elements are converted
+    on the way. `never`: such engines refuse each other.
     """
     engine_versions: Literal["known", "checked", "any"] = "checked"
-    """Which releases of vLLM and SGLang may run. `known`: those that were tested. `checked`: also others, with a
-    warning, if their sources have everything that kvconnector uses, which is checked at start. `any`: all. It is read
-    before all other settings, so set the variable `KVCONNECTOR_ENGINE_VERSIONS`.
+    """Which releases of vLLM and SGLang may run. `known`: only those that were tested. `checked`: others too, with a
+    warning, if a check at startup finds that their sources have everything that kvconnector uses. `any`: all. This is
+    read before all other settings, so set it by the environment variable `KVCONNECTOR_ENGINE_VERSIONS`.
     """
 
     def __post_init__(self) -> None:
@@ -260,12 +271,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         AllowedProducers(control.allowed_producers)
         if is_wildcard(control.advertise_host):
             raise ConfigError(
-                "control.advertise_host is the host that peers connect to, and no wildcard",
+                "control.advertise_host must be the host that peers connect to, not a wildcard",
                 advertise_host=control.advertise_host,
             )
         if is_wildcard(control.host) and not control.advertise_host:
             raise ConfigError(
-                "a control channel on every interface needs control.advertise_host, the host that peers connect to",
+                "if control.host is a wildcard, control.advertise_host must be the host that peers connect to",
                 host=control.host,
             )
 
@@ -273,22 +284,23 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         control = self.control
         keys = (control.secret_key_file, control.authorized_clients_file)
         if (control.insecure or control.insecure_network) and any(keys):
-            raise ConfigError("control.insecure and CURVE key files exclude each other")
+            raise ConfigError("control.insecure cannot be combined with CURVE key files")
         if any(keys) and not all(keys):
             raise ConfigError(
-                "control.secret_key_file and control.authorized_clients_file go together", keys=keys
+                "set both control.secret_key_file and control.authorized_clients_file, or neither",
+                keys=keys,
             )
         if any(keys) or control.insecure_network:
             return
         if not is_loopback(control.host):
             raise ConfigError(
-                "a control channel beyond loopback needs CURVE keys: make them with `kvconnector keygen`"
-                " and set control.secret_key_file and control.authorized_clients_file",
+                "a control channel on an address other than loopback needs CURVE keys: make them with"
+                " `kvconnector keygen` and set control.secret_key_file and control.authorized_clients_file",
                 host=control.host,
             )
         if not control.insecure:
             raise ConfigError(
-                "set control.insecure=true for use on one host, or give CURVE key files",
+                "set control.insecure=true for use on one host, or set the CURVE key files",
                 host=control.host,
             )
 
@@ -297,8 +309,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
         Args:
             device: Where the caches are, "cpu" or "cuda:N".
-            largest_row_bytes: The most bytes that a part has of one token or of one state, which is several MiB for
-                some recurrent states. The default size holds them.
+            largest_row_bytes: The largest number of bytes that any part has for one token or one state, which is
+                several MiB for some recurrent states. The default size holds them.
 
         Returns:
             The size in bytes.
@@ -334,7 +346,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
         """
         if not isinstance(settings, Mapping):
-            raise ConfigError("settings are a mapping", got=type(settings).__name__)
+            raise ConfigError("settings must be a mapping", got=type(settings).__name__)
         _refuse_unknown_names(settings)
         _check_texts(settings)
         try:
@@ -380,7 +392,7 @@ def checked_config(config: object) -> ConnectorConfig:
     """Return `config`. Raises ConfigError: it is something else, such as a mapping."""
     if not isinstance(config, ConnectorConfig):
         raise ConfigError(
-            "settings are a Config: Config.from_mapping makes one of a mapping",
+            "config must be a Config: Config.from_mapping makes one from a mapping",
             got=type(config).__name__,
         )
     return config

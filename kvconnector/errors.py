@@ -1,5 +1,5 @@
-"""Every exception kvconnector raises, under one root: `LocalError` for mistakes of our caller, `TransportError` for the
-transport library on this side, `RemoteError` for mistakes or the loss of a peer.
+"""Every exception that kvconnector raises, under one root: `LocalError` for mistakes of the caller, `TransportError`
+for failures of the transport library on this side, `RemoteError` for mistakes or the loss of a peer.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _CONTROL = {
 
 
 def one_line(text: str) -> str:
-    """Return a text with its control characters escaped: whoever wrote parts of it cannot forge lines of a log."""
+    """Return a text with its control characters escaped, so that a peer that wrote a part cannot forge log lines."""
     return text if text.isprintable() else text.translate(_CONTROL)
 
 
 class Retry(StrEnum):
-    """Where a router may send a request again that failed with an error, as a new one that is prefilled again."""
+    """Where a router may retry a failed request, as a new request that is prefilled again."""
 
     SAME = "same"
-    """To the same two engines: the blocks are gone, the engines are well."""
+    """On the same two engines: the blocks are gone, but the engines are healthy."""
     OTHER = "other"
-    """To other engines: one of these two is lost, broken or full, or they do not fit each other."""
+    """On other engines: one of these two is lost, broken or full, or they are not compatible."""
     NEVER = "never"
-    """Nowhere: it would fail again until somebody changes the request or a setting."""
+    """Nowhere: the request would fail again until somebody changes it or a setting."""
 
 
 class KVConnectorError(Exception):
-    """Base class of all errors. `context` holds the values that the text ends with: engine, rank, request, values that
-    disagree. `remedy` says what to do about any error of the class, where the message does not, and `retry` where a
-    router may send the request again. Each class states its own.
+    """Base class of all errors. `context` holds the values that the text ends with: the engine, the rank, the request,
+    values that disagree. `remedy` says what to do about any error of the class if the message does not, and `retry`
+    where a router may retry the request. Each class states its own.
 
     Args:
         message: What happened, without the values.
@@ -61,7 +61,7 @@ class KVConnectorError(Exception):
 
     @classmethod
     def advice(cls) -> str:
-        """Return the end of the text: the remedy, and where to send the request again. Empty without a remedy."""
+        """Return the end of the text: the remedy, and where to retry the request. Empty without a remedy."""
         return f"{cls.remedy} (retry: {cls.retry})" if cls.remedy else ""
 
 
@@ -96,7 +96,7 @@ class CacheSpecError(LocalError):
 
 
 class UnknownRequestError(LocalError):
-    """The request is not, or no longer, known to this engine."""
+    """This engine does not know the request, or no longer knows it."""
 
     retry = Retry.NEVER
 
@@ -117,35 +117,37 @@ class InternalError(KVConnectorError):
 
 
 class TransportError(KVConnectorError):
-    """The transport library failed on this side: set-up, registration, or a request it rejected."""
+    """The transport library failed on this side: during set-up or registration, or by rejecting a request."""
 
     retry = Retry.OTHER
-    remedy = "`kvconnector doctor` says what UCX and the memory of this host lack"
+    remedy = "run `kvconnector doctor`: it says what is wrong with UCX or with memory limits on this host"
 
 
 class CorruptionError(TransportError):
-    """A chunk arrived damaged; nothing of it was unpacked."""
+    """A chunk arrived damaged, and was not unpacked."""
 
     retry = Retry.OTHER
-    remedy = "compare the ranks of several such errors: a network, memory or GPU between them damages bytes"
+    remedy = "compare the ranks in several such errors, to find the network, memory or GPU that damages bytes"
 
 
 class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 
     retry = Retry.OTHER
-    remedy = "the log says before this which peer was given up, or what closed the transport"
+    remedy = "earlier log lines say which peer was given up, or what closed the transport"
 
 
 class WorkerStuckError(TransportError):
-    """A call of the CUDA driver, UCX or the system does not return, so this worker transfers nothing more."""
+    """A call into the CUDA driver, UCX or the system does not return, so this worker transfers nothing more."""
 
     retry = Retry.OTHER
-    remedy = "restart this engine: its log names the call, and the system's log (dmesg) what the GPU or NIC reports"
+    remedy = (
+        "restart this engine: its log names the call, and the system's log (dmesg) has what the GPU or NIC reported"
+    )
 
 
 class MemoryInUseError(TransportError):
-    """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
+    """A closed worker may still be using the engine's cache memory, so the memory must not be freed or reused."""
 
     retry = Retry.OTHER
     remedy = "call close again later, or keep the memory until the process ends"
@@ -155,37 +157,39 @@ class RemoteError(KVConnectorError):
     """The peer made a mistake, refused, or is gone."""
 
     retry = Retry.OTHER
-    remedy = "the other engine's log says more"
+    remedy = "see the other engine's log"
 
 
 class RemoteProtocolError(RemoteError):
-    """The peer sent bytes that are no valid message: garbage, truncated, too long, or out of order."""
+    """The peer sent bytes that are not a valid message: garbage, truncated, too long, or out of order."""
 
     retry = Retry.OTHER
-    remedy = "both sides need releases of one wire version, and a router that changes nothing"
+    remedy = (
+        "both engines need releases with a common wire version, and the router must pass parameters on unchanged"
+    )
 
 
 class IncompatiblePeerError(RemoteError):
-    """The peer's model, dtype, head counts, layers or wire version cannot work with ours."""
+    """The peer's model, dtype, head counts, layers or wire version are not compatible with ours."""
 
     retry = Retry.OTHER
-    remedy = "`kvconnector doctor --peer` compares both engines"
+    remedy = "run `kvconnector doctor --peer` to compare both engines"
 
 
 class AuthenticationError(RemoteError):
     """One of the two engines does not accept the other's key."""
 
     retry = Retry.OTHER
-    remedy = "each side needs the other's public key in its control.authorized_clients_file, see docs/hosts.md"
+    remedy = "each side needs the other's public key in its control.authorized_clients_file (docs/hosts.md)"
 
 
 class ProducerNotAllowedError(RemoteError):
-    """A request names a producer that `control.allowed_producers` does not list. Nothing was connected to."""
+    """A request names a producer that `control.allowed_producers` does not list. No connection was made."""
 
     retry = Retry.NEVER
     remedy = (
-        "if it is a producer of this deployment, add it to the list; else see which client or router sent the request,"
-        " and strip kv_transfer_params from what clients send (docs/security.md)"
+        "if the producer belongs to this deployment, add it to the list; otherwise find the client or router that sent"
+        " the request, and strip kv_transfer_params from what clients send (docs/security.md)"
     )
 
 
@@ -193,16 +197,14 @@ class PeerUnreachableError(RemoteError):
     """The peer did not answer before the deadline."""
 
     retry = Retry.OTHER
-    remedy = (
-        "see whether it runs and its ports are open: `kvconnector doctor --peer` from this host"
-    )
+    remedy = "check that it is running and its ports are open: run `kvconnector doctor --peer` on this host"
 
 
 class PeerLostError(RemoteError):
-    """The peer answered before and is gone now: its endpoint closed or its heartbeats stopped."""
+    """The peer answered before but is gone now: its endpoint closed or its heartbeats stopped."""
 
     retry = Retry.OTHER
-    remedy = "the other engine's log says why; prefill again what it was to send"
+    remedy = "see the other engine's log for the cause; prefill the request again"
 
 
 class TransferTimeoutError(RemoteError):
@@ -210,17 +212,15 @@ class TransferTimeoutError(RemoteError):
 
     retry = Retry.OTHER
     remedy = (
-        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long a read may go without a byte,"
-        " peer.progress_timeout_s how long a prompt may go without a new token"
+        "look for a stuck engine or a slow network; peer.transfer_timeout_s limits the time without a byte of a read,"
+        " peer.progress_timeout_s the time without a new token of a prompt"
     )
 
 
 class OtherPromptError(RemoteError):
-    """The producer computed another prompt than this one: with other tokens, another adapter, cache salt or images."""
+    """The producer computed a different prompt: its tokens, adapter, cache salt or images are different."""
 
-    remedy = (
-        "check that the router sends both engines the same request, and that they render it alike"
-    )
+    remedy = "check that the router sends both engines the same request, and that both render it alike"
     retry = Retry.NEVER
 
 
@@ -228,7 +228,7 @@ class ReadRefusedError(RemoteError):
     """The producer refused a read; subclasses say why."""
 
     retry = Retry.NEVER
-    remedy = "a router must pass kv_transfer_params on unchanged; prefill the request again"
+    remedy = "the router must pass kv_transfer_params on unchanged; prefill the request again"
 
 
 class UnknownTransferError(ReadRefusedError):
@@ -241,16 +241,18 @@ class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
     retry = Retry.SAME
-    remedy = "prefill the request again; lease.duration_s there must cover the wait in this engine's queue"
+    remedy = (
+        "prefill the request again; the producer's lease.duration_s must cover the wait in this engine's queue"
+    )
 
 
 class OfferReclaimedError(LeaseExpiredError):
-    """The producer ran out of cache blocks, and took back this request's, the oldest that nobody had read."""
+    """The producer ran short of cache blocks, and took back those of this request, the oldest that nobody had read."""
 
     retry = Retry.OTHER
     remedy = (
-        "that engine is full of prompts that no decode engine fetches: add decode engines, or raise"
-        " lease.reclaim_above there"
+        "the producer is full of prompts that no decode engine fetches: add decode engines, or raise its"
+        " lease.reclaim_above"
     )
 
 
@@ -262,14 +264,14 @@ class TransferAbortedError(ReadRefusedError):
 
 
 class StaleIncarnationError(ReadRefusedError):
-    """The message was meant for an earlier start of the engine, which has been restarted since."""
+    """The message was meant for an engine that has been restarted since."""
 
     retry = Retry.SAME
-    remedy = "that engine was restarted and has lost the blocks: prefill the request again"
+    remedy = "the other engine was restarted and has lost the blocks: prefill the request again"
 
 
 def retry_of(reason: str) -> Retry:
-    """Return where a request may be sent again, by the reason in a worker's output: an error's class, a colon, a text.
+    """Return where a request may be retried, given the reason in a worker's output: an error's class, a colon, a text.
 
     An unknown class counts as `KVConnectorError`.
     """
@@ -283,14 +285,14 @@ def retry_of(reason: str) -> Retry:
 
 
 def require_counts(error: type[LocalError], **values: object) -> None:
-    """Raise `error` for the first value that is no integer from 0 to 2^31 - 1, which is what messages carry."""
+    """Raise `error` for the first value that is not an integer from 0 to 2^31 - 1, the range that messages carry."""
     for name, value in values.items():
         if type(value) is not int or not 0 <= value < 1 << 31:
             raise error(f"{name} must be an integer from 0 to 2^31 - 1", **{name: value})
 
 
 def require_at_least(minimum: int, error: type[LocalError], **values: int | None) -> None:
-    """Raise `error` for the first value that is no integer of at least `minimum`; None is skipped."""
+    """Raise `error` for the first value that is not an integer of at least `minimum`; None is skipped."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, int) and value >= minimum):
             raise error(f"{name} must be an integer of at least {minimum}", **{name: value})
