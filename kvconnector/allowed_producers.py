@@ -59,13 +59,13 @@ def _parsed(entry: str) -> _Entry:
             return _Entry(ipaddress.ip_network(entry), "", 0)
         except ValueError as error:
             raise ConfigError(
-                f"control.allowed_producers has a network that is none: {error}", entry=entry
+                f"control.allowed_producers has a malformed network: {error}", entry=entry
             ) from error
     is_bare_v6 = entry.count(":") > 1 and not entry.startswith("[")
     match = _ENTRY.fullmatch(f"[{entry}]" if is_bare_v6 else entry)
     if match is None or int(match["port"] or 1) not in range(1, MAX_PORT + 1):
         raise ConfigError(
-            "control.allowed_producers takes networks, hosts, and hosts with a port", entry=entry
+            "control.allowed_producers must list networks, hosts, or hosts with a port", entry=entry
         )
     host, port = match["v6"] or match["name"], int(match["port"] or 0)
     try:
@@ -73,6 +73,6 @@ def _parsed(entry: str) -> _Entry:
     except ValueError as error:
         if match["v6"]:
             raise ConfigError(
-                f"control.allowed_producers has an address that is none: {error}", entry=entry
+                f"control.allowed_producers has a malformed address: {error}", entry=entry
             ) from error
     return _Entry(None, host.lower().rstrip(".").removeprefix("*"), port)

@@ -469,7 +469,8 @@ def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
     if links and not _warned:
         _warned.append(True)
         logger.warning(
-            "Kubernetes' variables of Services whose names begin with kvconnector are no settings, and are ignored: %s"
+            "Kubernetes' variables of Services whose names begin with kvconnector are not settings and are"
+            " ignored: %s"
             " (enableServiceLinks: false in the pod's spec leaves them out)",
             ", ".join(sorted(links)),
         )

@@ -142,7 +142,7 @@ class WorkerStuckError(TransportError):
 
     retry = Retry.OTHER
     remedy = (
-        "restart this engine: its log names the call, and the system's log (dmesg) has what the GPU or NIC reported"
+        "restart this engine: its log names the call, and dmesg shows what the GPU or NIC reported"
     )
 
 
@@ -164,9 +164,7 @@ class RemoteProtocolError(RemoteError):
     """The peer sent bytes that are not a valid message: garbage, truncated, too long, or out of order."""
 
     retry = Retry.OTHER
-    remedy = (
-        "both engines need releases with a common wire version, and the router must pass parameters on unchanged"
-    )
+    remedy = "both engines need releases with a common wire version, and the router must pass parameters on unchanged"
 
 
 class IncompatiblePeerError(RemoteError):
@@ -188,7 +186,8 @@ class ProducerNotAllowedError(RemoteError):
 
     retry = Retry.NEVER
     remedy = (
-        "if the producer belongs to this deployment, add it to the list; otherwise find the client or router that sent"
+        "if the producer belongs to this deployment, add it to the list; otherwise find the client or router"
+        " that sent"
         " the request, and strip kv_transfer_params from what clients send (docs/security.md)"
     )
 
@@ -220,7 +219,9 @@ class TransferTimeoutError(RemoteError):
 class OtherPromptError(RemoteError):
     """The producer computed a different prompt: its tokens, adapter, cache salt or images are different."""
 
-    remedy = "check that the router sends both engines the same request, and that both render it alike"
+    remedy = (
+        "check that the router sends both engines the same request, and that both render it alike"
+    )
     retry = Retry.NEVER
 
 
@@ -241,9 +242,7 @@ class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
     retry = Retry.SAME
-    remedy = (
-        "prefill the request again; the producer's lease.duration_s must cover the wait in this engine's queue"
-    )
+    remedy = "prefill the request again; the producer's lease.duration_s must cover the wait in this engine's queue"
 
 
 class OfferReclaimedError(LeaseExpiredError):

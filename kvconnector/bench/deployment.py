@@ -121,7 +121,7 @@ class Deployment:
 
         count = torch.cuda.device_count()
         if not count:
-            raise ConfigError("torch can use no GPU here", engine=side)
+            raise ConfigError("torch finds no usable GPU here", engine=side)
         is_prefill = side == "prefill"
         first = 0 if is_prefill else len(options.prefill.ranks)
         gpus = options.gpus[0 if is_prefill else 1] or [(first + i) % count for i in range(count)]

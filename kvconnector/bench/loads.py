@@ -32,7 +32,11 @@ def make_step(name: LoadName, device: str) -> Callable[[], None]:
     if name in ("idle", "python"):
         return _python_step if name == "python" else lambda: None
     if device == "cpu":
-        raise ConfigError("the load is made of GPU kernels", load=name, device=device)
+        raise ConfigError(
+            "the load consists of GPU kernels, so it needs caches on a GPU",
+            load=name,
+            device=device,
+        )
     return _decode_step(device) if name == "decode" else _prefill_step(device)
 
 

@@ -73,11 +73,11 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
-            raise ConfigError("a device is cpu or cuda", device=self.device)
+            raise ConfigError("a device must be cpu or cuda", device=self.device)
         if self.device == "cuda" and importlib.util.find_spec("torch") is None:
-            raise ConfigError('caches on GPUs need torch: pip install "kvconnector[torch]"')
+            raise ConfigError('caches on GPUs require torch: pip install "kvconnector[torch]"')
         if not set(self.peers) <= {"nixl", "mooncake"}:
-            raise ConfigError("peers are nixl and mooncake", peer=self.peer)
+            raise ConfigError("--peer must be nixl, mooncake or both", peer=self.peer)
 
     @property
     def peers(self) -> list[str]:

@@ -72,7 +72,7 @@ class _Client(ExitStack):
         if version != __version__:
             raise ConfigError("versions differ", server=__version__, client=version)
         if {each.session for each in self._others.values()} - {"", session}:
-            raise ConfigError("the server measures with somebody else at this moment")
+            raise ConfigError("the server is busy with another measurement")
         self.session = session
         tuning = {name: value for name, value in variables.items() if name.startswith(TUNING)}
         environment = tuning | peer_variables(peer, deployment.options.tls)

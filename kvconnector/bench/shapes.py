@@ -110,7 +110,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             if not 1 <= (value := getattr(self, field)) <= limit:
                 raise ConfigError(f"{field} is 1 to {limit}", **{field: value})
         if self.is_mla and self.num_kv_heads != 1:
-            raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
+            raise ConfigError("an MLA cache has exactly one head", num_kv_heads=self.num_kv_heads)
         DType(self.dtype)
 
     @classmethod
@@ -237,7 +237,9 @@ def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
         ConfigError: a ratio is none of these.
     """
     if unknown := sorted({*ratios} - {0, 1, 4, 128}):
-        raise ConfigError("layers are compressed by 4 or by 128", model=name, unknown=unknown)
+        raise ConfigError(
+            "a layer's compression ratio must be 4 or 128", model=name, unknown=unknown
+        )
     fine = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
     coarse = [layer for layer, ratio in enumerate(ratios) if ratio == 128]
 
@@ -311,18 +313,18 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.dtype and self.dtype not in CONVERTIBLE:
             raise ConfigError(
-                "elements of this type are not converted", dtype=self.dtype, known=[*CONVERTIBLE]
+                "elements of this type cannot be converted", dtype=self.dtype, known=[*CONVERTIBLE]
             )
         if not self.is_fp8 and (self.scale, self.rounding) != (1.0, "nearest"):
             raise ConfigError(
-                "scale and rounding belong to dtype=float8_e4m3fn or float8_e5m2",
+                "scale and rounding need dtype=float8_e4m3fn or float8_e5m2",
                 dtype=self.dtype,
                 scale=self.scale,
                 rounding=self.rounding,
             )
         if self.tp % self.dcp or self.block % self.interleave:
             raise ConfigError(
-                "dcp divides tp, and interleave divides block",
+                "dcp must divide tp, and interleave must divide block",
                 tp=self.tp,
                 dcp=self.dcp,
                 block=self.block,
@@ -341,13 +343,14 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 name: value.upper() if name == "layout" else value for name, _, value in pieces
             }
             if len(fields) < len(pieces):
-                raise ValueError("a name is there twice")
+                raise ValueError("a name is given twice")
             if not all(fields.values()):
                 raise ValueError("a name or a value is missing")
             return msgspec.convert({"tp": fields.get("dcp", 1), **fields}, cls, strict=False)
         except ValueError as error:
             raise ConfigError(
-                "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=float8_e4m3fn,"
+                "an engine's shape is written as"
+                " tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=float8_e4m3fn,"
                 "scale=0.5,rounding=cast:"
                 f" {error}",
                 given=text,
@@ -404,7 +407,7 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
     if shape.dtype and model.dtype not in CONVERTIBLE:
         raise ConfigError(
-            "the caches of this model are bytes of several kinds, which are not converted",
+            "the caches of this model mix several kinds of bytes, which cannot be converted",
             model=model.name,
             dtype=shape.dtype,
         )
@@ -422,7 +425,7 @@ def _group_geometry(
     dcp_size = shape.dcp if group.keeps == "all" else 1
     if dcp_size > 1 and shape.interleave % group.row_tokens:
         raise ConfigError(
-            "context parallel ranks take whole rows in turns",
+            "the interleave of context parallelism must be a multiple of a row's tokens",
             interleave=shape.interleave,
             row_tokens=group.row_tokens,
         )

@@ -159,7 +159,7 @@ class SessionThread(Thread, LinkPort, DataPathPort, EnginePort):
         event = ev.event_of(link, message)
         if isinstance(self.session, ProducerSession):
             self.session.keep_alive(link, self.world.now)
-        self.take(event or ev.LinkLost(link, PeerLostError("the peer said goodbye")))
+        self.take(event or ev.LinkLost(link, PeerLostError("the peer ended the connection")))
 
     def lost(self, link: Link) -> None:
         if self.links.pop(link, None) is not None:

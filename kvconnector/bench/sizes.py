@@ -35,11 +35,11 @@ def parse_bytes(text: str) -> int:
     """Parse "2MiB", "512k", "1.5 GB" or "4096". Raises ConfigError: no such number or unit, or below a byte."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
-        raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)
+        raise ConfigError("a size must be a number and a unit, as in 2MiB", given=text)
     base = 1000 if match[3].lower() == "b" else 1024
     nbytes = int(float(match[1]) * base ** " kmg".index(match[2].lower() or " "))
     if nbytes < 1:
-        raise ConfigError("a size is at least one byte", given=text)
+        raise ConfigError("a size must be at least one byte", given=text)
     return nbytes
 
 

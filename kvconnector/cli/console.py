@@ -75,9 +75,7 @@ def host_and_port(text: str) -> str:
     """Return HOST:PORT or HOST:PORT,KEY unchanged. Raises ConfigError: it is something else."""
     host, _, port = text.partition(",")[0].rpartition(":")
     if not host or not port:
-        raise ConfigError(
-            "an engine or a server is given as HOST:PORT or HOST:PORT,KEY", given=text
-        )
+        raise ConfigError("give an engine or a server as HOST:PORT or HOST:PORT,KEY", given=text)
     return text
 
 

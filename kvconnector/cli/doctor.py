@@ -111,7 +111,7 @@ def doctor(
     the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
     """
     if not peer and (model or dtype or decode or name):
-        raise ConfigError("--model, --dtype, --decode and --name belong to --peer: give both")
+        raise ConfigError("--model, --dtype, --decode and --name are used only with --peer")
     found = examine_host(keys=keys, device=device, tls=tls)
     if peer:
         local = _local_engine(model, dtype, decode, name) if model else None
@@ -161,7 +161,7 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
     shape = named_model(model)
     if shape.groups:
         raise ConfigError(
-            "engines group the layers of such a model in ways of their own: compare them without --model",
+            "engines differ in how they group the layers of such a model: run the comparison without --model",
             model=shape.name,
             kinds=[group.kind for group in shape.groups],
         )

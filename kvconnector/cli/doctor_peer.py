@@ -103,7 +103,7 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
         found = msgspec.json.decode(path.read_bytes())
     params = found.get("kv_transfer_params", found) if isinstance(found, dict) else found
     if not isinstance(params, dict):
-        raise ConfigError("kv_transfer_params are a JSON object", got=type(params).__name__)
+        raise ConfigError("kv_transfer_params must be a JSON object", got=type(params).__name__)
     if not wants_remote_prefill(params):
         text = "do_remote_prefill is not true: a decode engine computes the prompt itself"
         yield Finding("params", "FAIL", text)
@@ -124,7 +124,8 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
     text = f"request {offer.remote_request_id} of engine {offer.remote_engine_id}: {text}"
     yield Finding("params", "ok", text)
     text = (
-        "whether its blocks are still held is not asked, as that would end them: a lease lasts lease.duration_s of that"
+        "whether its blocks are still held is not asked, as that would end them: a lease lasts"
+        " lease.duration_s of that"
         " engine after its last heartbeat"
     )
     yield Finding("lease", "note", text)
@@ -206,5 +207,5 @@ def _differences(
     if local is None:
         text = f"verify={config.verify} on both sides; give --model to compare caches"
     else:
-        text = f"nothing keeps these engines from exchanging blocks; here over there: {topology.describe(theirs)}"
+        text = f"these engines can exchange blocks; this one relative to the other: {topology.describe(theirs)}"
     yield Finding("agreement", "ok", text)

@@ -121,7 +121,7 @@ def named_model(name: str) -> ModelShape:
         return read_model_config(Path(name))
     if "/" in name and not os.path.exists(name):
         raise ConfigError(
-            "no such folder: nothing is downloaded, so give the path of a model's config.json, or a name that is known",
+            "no such folder. Nothing is downloaded: give the path of a model's config.json, or a known name",
             model=name,
         )
     return read_model_config(Path(name)) if "/" in name else ModelShape.parse(name)
@@ -177,7 +177,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     with file_errors("cannot read the model's configuration", file):
         config = json.loads(file.read_bytes())  # published ones have Infinity, which JSON lacks
     if not isinstance(config, dict):
-        raise ConfigError("a model's configuration is a JSON object", path=str(file))
+        raise ConfigError("a model's configuration must be a JSON object", path=str(file))
     return config
 
 

@@ -99,7 +99,9 @@ def plan(
     """
     if tokens < 1 or start < 0:
         raise ConfigError(
-            "tokens are positive, and the first is not negative", tokens=tokens, start=start
+            "--tokens must be positive, and --start must not be negative",
+            tokens=tokens,
+            start=start,
         )
     asked = {name: each for name, each in sizes.items() if each is not None}
     if mla:
@@ -142,7 +144,7 @@ def _asked_model(name: str | None, changes: dict[str, Any]) -> ModelShape:
     model = plain if name is None else named_model(name)
     if model.groups and changes:
         raise ConfigError(
-            "a model with several kinds of layers is planned as its configuration describes it",
+            "a model with several kinds of layers is planned from its config.json",
             model=model.name,
             kinds=[group.kind for group in model.groups],
             given=sorted(changes),
@@ -161,7 +163,7 @@ def build_report(
 ) -> PlanReport:
     """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
     if link_gbits is not None and not link_gbits > 0:  # rejects NaN too
-        raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
+        raise ConfigError("--link must be positive", link_gbits=link_gbits)
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])

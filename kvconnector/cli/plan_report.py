@@ -40,7 +40,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Decode compared with prefill: `ratios` of sizes as exact fractions, the engines in which several ranks hold the
-    same, and whether blocks are laid out anew. `connections` counts pairs of ranks of which one reads from the other.
+    same, and whether blocks change their layout. `connections` counts pairs of ranks of which one reads from the other.
     """
 
     ratios: dict[str, str]

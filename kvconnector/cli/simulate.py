@@ -118,7 +118,8 @@ def simulate(
     traced = _read_trace(trace) if trace is not None else None
     if traced is None and (expected := rate * seconds * max(engines) / 2) > MAX_REQUESTS:
         raise ConfigError(
-            f"a simulation has at most {MAX_REQUESTS} requests: give fewer --seconds, a lower --rate or fewer engines",
+            f"a simulation has at most {MAX_REQUESTS} requests: give fewer --seconds, a lower --rate or fewer"
+            f" engines",
             requests=f"{expected:.3g}",
         )
     rngs = [random.Random(seed) for _ in engines]
@@ -159,7 +160,9 @@ def _read_trace(path: Path) -> list[tuple[float, int]]:
         arrivals = [(float(at_s), int(tokens)) for at_s, tokens in lines]
     are_possible = [0 <= at_s < inf and 0 < tokens <= MAX_TOKENS for at_s, tokens in arrivals]
     if not arrivals or not all(are_possible):
-        raise ConfigError('a trace has a line "seconds tokens" for each request', path=str(path))
+        raise ConfigError(
+            'a trace must have one line "seconds tokens" for each request', path=str(path)
+        )
     return arrivals
 
 

@@ -135,7 +135,7 @@ def _metrics_url(endpoint: str) -> str:
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         if url.scheme in ("http", "https") and url.netloc and url.port != 0:
             return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
-    raise ConfigError("an endpoint is an http URL or HOST:PORT", given=endpoint)
+    raise ConfigError("an endpoint must be an http URL or HOST:PORT", given=endpoint)
 
 
 def _fetch(url: str) -> bytes:

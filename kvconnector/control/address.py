@@ -35,7 +35,7 @@ def parse_address(address: str) -> HostPort:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
-        raise ConfigError("control address is not tcp://host:port", address=address)
+        raise ConfigError("a control address must have the form tcp://host:port", address=address)
     host, port = match["v6"] or match["name"], int(match["port"])
     if not 1 <= port <= MAX_PORT:
         raise ConfigError(f"port of a control address must be 1 to {MAX_PORT}", address=address)
@@ -59,7 +59,7 @@ def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPo
     if advertise_host is None:
         if ip.is_unspecified:
             raise ConfigError(
-                "a channel bound to every interface needs advertise_host, the host peers connect to",
+                "a channel that is bound to every interface needs advertise_host, the host that peers connect to",
                 bind_host=host,
             )
         advertise_host = literal

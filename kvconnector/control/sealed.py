@@ -83,7 +83,7 @@ class Opener:
             raise ForgedMessageError("a frame's MAC is wrong", nbytes=len(frame), number=number)
         if number < self._next_number:
             raise ForgedMessageError(
-                "a frame came again", number=number, next_number=self._next_number
+                "a frame was repeated", number=number, next_number=self._next_number
             )
         if number > self._next_number:
             raise PeerLostError(

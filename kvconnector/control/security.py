@@ -42,7 +42,7 @@ class CurveKeys:
         clients = frozenset(key.strip() for key in authorized_clients)
         if not clients:
             raise ConfigError(
-                "no authorised client keys, so nobody could connect: list at least the own public key"
+                "the file has no authorised keys, so nobody could connect: list at least this engine's own public key"
             )
         for key in clients:
             check_key(key, "authorised client key")
@@ -76,7 +76,7 @@ def check_server(security: Security, address: str, public_key: str) -> None:
     """Refuse a server's key that came through a router: AuthenticationError if we use keys and do not know it."""
     if isinstance(security, CurveKeys) and not public_key:
         raise AuthenticationError(
-            "the producer runs without keys, and this engine with them: give both CURVE keys, or neither",
+            "the producer runs without keys, but this engine has keys: give CURVE keys to both, or to neither",
             address=address,
         )
     if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:

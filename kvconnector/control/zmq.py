@@ -137,11 +137,11 @@ class ControlChannel:
         target = parse_address(address)
         if isinstance(self.security, CurveKeys):
             if not server_key:
-                raise ConfigError("this channel uses keys and the peer named none", address=address)
+                raise ConfigError("this channel uses keys, but the peer gave none", address=address)
             check_key(server_key, "the peer's server key")
         elif server_key:
             raise ConfigError(
-                "the peer uses keys and this channel has none; give it the deployment's keys",
+                "the peer uses keys, but this channel has none: configure the deployment's keys here",
                 address=address,
             )
         handle = next(self._handles)

@@ -163,7 +163,7 @@ def cannot_open(what: str, error: zmq.ZMQError, **context: object) -> TransportE
 def queue_is_full(peer: str, limits: ControlLimits) -> PeerLostError:
     """Return the error for a peer that takes no more messages."""
     return PeerLostError(
-        "peer does not take messages: the queue to it is full",
+        "the peer accepts no messages: the queue to it is full",
         peer=peer,
         queued_messages=limits.max_queued_messages,
     )
@@ -173,7 +173,7 @@ def check_frames(frames: Sequence[Sized], peer: str, limits: ControlLimits) -> N
     """Raise `RemoteProtocolError` unless these are one message that is not too long."""
     if len(frames) != 1 or len(frames[0]) > limits.max_message_bytes:
         raise RemoteProtocolError(
-            "peer sent what is no control message",
+            "the peer sent bytes that are not a control message",
             peer=peer,
             frame_bytes=[len(frame) for frame in frames],
         )

@@ -47,7 +47,9 @@ class Pools:
             pools = {view.num_blocks for views in group.views.values() for view in views}
             if len(pools) > 1:
                 raise GeometryError(
-                    "all views of a group have the same number of blocks", group=index, found=pools
+                    "all views of a group must have the same number of blocks",
+                    group=index,
+                    found=pools,
                 )
             self.num_blocks.append(pools.pop() if pools else NO_POOL)
             if group.geometry.layers:
@@ -94,7 +96,7 @@ class Pools:
         """Raise BlockIdError if `blocks` has another number of groups, or an id outside the pool."""
         if len(blocks) != len(self.groups):
             raise BlockIdError(
-                f"{what} name another number of cache groups",
+                f"{what} name a different number of cache groups",
                 given=len(blocks),
                 groups=len(self.groups),
             )
@@ -122,7 +124,7 @@ def _checked(index: int, group: CacheGroup) -> CacheGroup:
     geometry = group.geometry
     if set(group.views) != set(geometry.layers):
         raise GeometryError(
-            "a cache group registers exactly the layers of its geometry",
+            "a cache group must register exactly the layers of its geometry",
             group=index,
             registered=sorted(group.views),
             geometry=geometry.layers,
@@ -130,7 +132,7 @@ def _checked(index: int, group: CacheGroup) -> CacheGroup:
     for layer, views in group.views.items():
         if len(views) != len(geometry.parts):
             raise GeometryError(
-                "a layer registers one view per part",
+                "a layer must register one view per part",
                 group=index,
                 layer=layer,
                 views=len(views),
@@ -141,7 +143,7 @@ def _checked(index: int, group: CacheGroup) -> CacheGroup:
             found = (view.num_heads, view.block_size, view.head_dim, view.item_size_bytes)
             if expected != found:
                 raise GeometryError(
-                    "a view does not have its part's heads, block size, head dim and item size",
+                    "a view must have its part's heads, block size, head dim and item size",
                     group=index,
                     layer=layer,
                     part=part.name,

@@ -96,7 +96,7 @@ class SlotPool:
             self._refill(slot, _allocate(self.slot_bytes, self.device))
         except TransportError as error:
             logger.warning(
-                "a slot of staging memory less until a lost peer's is out of quarantine: %s", error
+                "one staging slot less until the slot of a lost peer leaves quarantine: %s", error
             )
 
     def _refill(self, slot: int, memory: tuple[object, int]) -> None:

@@ -479,7 +479,7 @@ def admit(
         return ""
     if policy == "known":
         raise ConfigError(
-            f"kvconnector knows these releases of {engine} alone: use one of them, or a kvconnector release for yours,"
+            f"kvconnector knows only these releases of {engine}: use one of them, or a kvconnector release for yours,"
             f" or set {VARIABLE}=checked",
             found=version,
             known=tuple(known),
@@ -487,7 +487,8 @@ def admit(
     found = find()
     if found and policy == "checked":
         raise ConfigError(
-            f"this release of {engine} differs in what kvconnector uses: use a known one, or a kvconnector release for"
+            f"this release of {engine} differs in what kvconnector uses: use a known one, or a kvconnector"
+            f" release for"
             " yours",
             found=version,
             known=tuple(known),

@@ -95,14 +95,14 @@ def compare_identities(theirs: Identity, own: Sequence[Identity]) -> None:
     ours = next((each for each in own if each.num_tokens == theirs.num_tokens), None)
     if ours is None:
         raise OtherPromptError(
-            "the prefill engine computed a prompt of another length",
+            "the prefill engine computed a prompt of a different length",
             theirs=theirs.num_tokens,
             ours=own[-1].num_tokens,
         )
     other = ["tokens"] if theirs.tokens_digest != ours.tokens_digest else []
     if other := other + context_differences(theirs.context, ours.context):
         raise OtherPromptError(
-            "the prefill engine computed another prompt", differs_in=" and ".join(other)
+            "the prefill engine computed a different prompt", differs_in=" and ".join(other)
         )
 
 

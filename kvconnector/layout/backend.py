@@ -70,7 +70,7 @@ class CacheLayout:
         num_axes = len(self.stride_order)
         if len(shape) != num_axes or len(strides_bytes) != num_axes:
             raise GeometryError(
-                "the tensor's axes are not those of its backend's shape",
+                "the tensor's axes do not match its backend's shape",
                 shape=tuple(shape),
                 strides_bytes=tuple(strides_bytes),
                 expected_axes=num_axes,
@@ -89,7 +89,9 @@ class CacheLayout:
         part_step = 0
         if self.packed_kv:
             if head_dim % 2:
-                raise GeometryError("a packed K and V axis has even length", shape=tuple(shape))
+                raise GeometryError(
+                    "a packed K and V axis must have even length", shape=tuple(shape)
+                )
             head_dim //= 2
             part_step = head_dim * strides[self.dim_axis]
         elif self.kv_axis is not None:
@@ -144,7 +146,7 @@ def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) 
         ) from error
     if sorted(order) != list(range(num_axes)):
         raise GeometryError(
-            "a stride order names every axis once", stride_order=order, num_axes=num_axes
+            "a stride order must name every axis once", stride_order=order, num_axes=num_axes
         )
     return order
 
@@ -182,5 +184,5 @@ def required_cache_layout(settings: Mapping[str, object]) -> str:
     if layout is None:
         return "HND" if settings.get("kv_connector") else "NHD"
     if layout not in ("HND", "NHD"):
-        raise ConfigError("kv_cache_layout is HND or NHD", kv_cache_layout=layout)
+        raise ConfigError("kv_cache_layout must be HND or NHD", kv_cache_layout=layout)
     return str(layout)

@@ -30,7 +30,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
     def __post_init__(self) -> None:
         if len(self.wire_ids) % 4 or not 0 <= self.first_block < 1 << 31:
             raise BlockIdError(
-                "blocks are ids of 4 bytes and a non-negative first_block",
+                "blocks must be 4-byte ids with a non-negative first_block",
                 nbytes=len(self.wire_ids),
                 first_block=self.first_block,
             )
@@ -87,7 +87,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         holding = slice(tokens.start // block_size - self.first_block, stop - self.first_block)
         ids = memoryview(self.wire_ids).cast("I")[holding].tolist()
         if (num_distinct := len(set(ids))) < len(ids):
-            raise BlockIdError(f"{what} name one twice", blocks=len(ids), distinct=num_distinct)
+            raise BlockIdError(f"{what} name a block twice", blocks=len(ids), distinct=num_distinct)
         return holding
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:

@@ -31,7 +31,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         require_at_least(1, GeometryError, interleave_tokens=self.interleave_tokens)
         if not 0 <= self.rank < self.world_size:
-            raise GeometryError("the rank is not in its context parallel group", place=self)
+            raise GeometryError("the rank is outside its context parallel group", place=self)
 
 
 NO_CONTEXT_PARALLEL = ContextParallel()
@@ -103,7 +103,7 @@ def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stri
     period = lcm(mine.period, other.period)
     if max(period // mine.period, period // other.period) > MAX_TURNS:
         raise GeometryError(
-            "the interleaved tokens of two context parallel groups have too long a period in common",
+            "the interleaves of two context parallel groups have too long a common period",
             ours=(ours.world_size, ours.interleave_tokens),
             theirs=(theirs.world_size, theirs.interleave_tokens),
             period_tokens=period,

@@ -117,7 +117,7 @@ def retention_named(keeps: Keeps, extent_tokens: int = 0, row_tokens: int = 1) -
     """
     if keeps != "all" and row_tokens != 1:
         raise GeometryError(
-            "a group with rows of several tokens keeps all of them",
+            "a group with rows of several tokens must keep all tokens",
             keeps=keeps,
             row_tokens=row_tokens,
         )

@@ -114,7 +114,7 @@ def make_route(
     """
     if len(segments) > MAX_SEGMENTS:
         raise IncompatiblePeerError(
-            "two ranks have their caches in common in too many segments",
+            "the caches of two ranks have too many segments in common",
             segments=len(segments),
             max_segments=MAX_SEGMENTS,
         )

@@ -63,7 +63,7 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
     control = config.control
     if control.insecure_network:
         logger.warning(
-            "control.insecure_network is set: whoever reaches %s can read and forge KV transfers of engine %s",
+            "control.insecure_network is set: anybody who reaches %s can read and forge KV transfers of engine %s",
             control.host,
             config.engine_id,
         )

@@ -361,7 +361,7 @@ class Driver:
         if event is not None:
             self._events.append(event)
         elif isinstance(message, m.Bye):
-            left = PeerLostError(f"the peer said goodbye: {message.text}")
+            left = PeerLostError(f"the peer ended the connection: {message.text}")
             self.links.lose(link, left, has_left=True)
             return None
         return message

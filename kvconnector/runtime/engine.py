@@ -45,7 +45,7 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
         GeometryError: a worker is missing or twice there, or they belong to different models.
     """
     if not metadata:
-        raise GeometryError("an engine has at least one worker")
+        raise GeometryError("an engine needs at least one worker")
     for worker in metadata:
         _check_worker(worker, config, metadata[0])
     ordered = sorted(metadata, key=_rank_of)
@@ -78,7 +78,7 @@ def _rank_of(worker: WorkerMetadata) -> Rank:
 def _check_worker(worker: object, config: ConnectorConfig, first: WorkerMetadata) -> None:
     if not isinstance(worker, WorkerMetadata):
         raise ConfigError(
-            "a scheduler is made with what each worker's handshake() returned",
+            "a Scheduler needs the list of what each worker's handshake() returned",
             got=type(worker).__name__,
         )
     rank = str(worker.geometry.rank)
@@ -156,7 +156,7 @@ def checked_retentions(
     kept = tuple(retentions or [KeepsAll(group.row_tokens) for group in groups])
     if len(kept) != engine.num_groups:
         raise GeometryError(
-            "there is one retention per cache group", retentions=len(kept), groups=engine.num_groups
+            "give one retention per cache group", retentions=len(kept), groups=engine.num_groups
         )
     for index, (retention, group) in enumerate(zip(kept, groups, strict=True)):
         _check_retention(index, retention, group)
@@ -174,7 +174,7 @@ def checked_tables(engine: EngineGeometry, tables: Sequence[int] | None) -> tupl
     require_counts(GeometryError, **{f"tables[{i}]": table for i, table in enumerate(tables)})
     if len(tables) != engine.num_groups:
         raise GeometryError(
-            "there is one block table per cache group", tables=tables, groups=engine.num_groups
+            "give one block table number per cache group", tables=tables, groups=engine.num_groups
         )
     return tuple(tables) if len(set(tables)) < len(tables) else ()
 
@@ -182,19 +182,21 @@ def checked_tables(engine: EngineGeometry, tables: Sequence[int] | None) -> tupl
 def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:
     if isinstance(retention, KeepsState) and group.block_size != 1:
         raise GeometryError(
-            "a state is one token, and a block holds one", group=index, block_size=group.block_size
+            "a group of states needs block_size 1, since a block holds one state",
+            group=index,
+            block_size=group.block_size,
         )
     row_tokens = retention.row_tokens if isinstance(retention, KeepsAll) else 1
     if row_tokens != group.row_tokens:
         raise GeometryError(
-            "a cache group and its retention have rows of the same tokens",
+            "a cache group and its retention must have the same row_tokens",
             group=index,
             retention=retention,
             row_tokens=group.row_tokens,
         )
     if not isinstance(retention, KeepsAll) and group.dcp_size > 1:
         raise GeometryError(
-            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
+            "context parallel ranks can share tokens only in groups that keep all tokens",
             group=index,
             retention=retention,
             dcp_size=group.dcp_size,

@@ -166,7 +166,9 @@ class SessionLinks(LinkPort):
         self._reach_pools(worker, reply.export)
         if reply.export is None and reply.text:
             rank = worker.geometry.rank
-            logger.info("reads from rank %s are packed, says its engine: %s", rank, reply.text)
+            logger.info(
+                "reads from rank %s are packed, because its engine says: %s", rank, reply.text
+            )
             self._outbox.read_packed("its engine says why, see this rank's log")
 
     @of_worker
@@ -258,7 +260,7 @@ class SessionReports(EnginePort):
         self._slow_load_s = slow_load_s
 
     def log_peer_met(self, engine_id: EngineId, summary: str) -> None:
-        logger.info("engine %s is met; here over there: %s", engine_id, summary)
+        logger.info("greeted engine %s; this engine relative to it: %s", engine_id, summary)
 
     def producer_started(self, request_id: str) -> None:
         self._outbox.producer_started(request_id)

@@ -58,7 +58,9 @@ def checked_orders(
     for order in step.orders:
         if type(order) in not_taken:
             raise LocalError(
-                f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
+                f"a {role} does not accept the order {type(order).__name__}",
+                request=order.request_id,
+                role=role,
             )
         if type(order) in _WITH_BLOCKS:
             try:
@@ -115,7 +117,7 @@ def _check_blocks(order: Order, pools: Pools) -> None:
         # those of the producer are its own groups', which its greeting shows
         if len(order.token_ranges) != len(pools.groups):
             raise BlockIdError(
-                "a load names tokens of every cache group",
+                "a load must name the tokens of every cache group",
                 given=len(order.token_ranges),
                 groups=len(pools.groups),
             )

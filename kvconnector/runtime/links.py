@@ -473,7 +473,7 @@ class Links:
     def _lose_flooder(self, link: Link, connection: Connection) -> None:
         """End a link on which too much waits, and drop that."""
         flood = RemoteProtocolError(
-            "the peer sends messages faster than its turns come",
+            "the peer sends messages faster than they can be handled",
             waiting_bytes=connection.waiting_bytes,
             max_waiting_bytes=self._max_waiting_bytes,
             all_waiting_bytes=self._shares.used_bytes,

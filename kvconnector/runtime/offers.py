@@ -158,7 +158,9 @@ class Offers:
             raise LocalError("a request was queued twice", request=request_id)
         if asked.transfer_id in self._names:
             raise RemoteProtocolError(
-                "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
+                "the name of this transfer is already in use",
+                request=request_id,
+                transfer=asked.transfer_id,
             )
         stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
         self._names.add(asked.transfer_id)
@@ -226,7 +228,7 @@ class Offers:
         """See `Scheduler.offer`, whose arguments and errors these are."""
         if request_id in self.held:
             raise LocalError(
-                "the request is offered already: its blocks are held until finished_sending names it",
+                "the request is already offered: its blocks are held until finished_sending names it",
                 request=request_id,
             )
         ids, firsts = block_lists(request_id, blocks, first_blocks, len(self._groups))
@@ -235,7 +237,8 @@ class Offers:
             msgspec.convert(stream.transfer_id, Id).encode()
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise LocalError(
-                "no message can carry this request's id", request=request_id
+                "a message cannot carry this request's id: it must be 1 to 512 printable characters",
+                request=request_id,
             ) from error
         held = stream.blocks(ids, firsts)
         self._check_tokens(
@@ -243,7 +246,7 @@ class Offers:
         )
         if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
             raise LocalError(
-                f"an offer's extra is at most {MAX_EXTRA_BYTES} bytes", request=request_id
+                f"an offer's extra must have at most {MAX_EXTRA_BYTES} bytes", request=request_id
             )
         if type(lease_duration_s) not in (int, float) or not 0 <= lease_duration_s <= 1e6:
             raise LocalError(

@@ -175,7 +175,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             return _converted({**params, **named, **nothing}, cls)
         parsed = _converted(_unfolded(params) | {"remote_lists": []}, cls)
         if parsed.is_followed:
-            raise RemoteProtocolError("an offer names blocks of every cache group, even if none")
+            raise RemoteProtocolError(
+                "an offer must have a list of blocks for every cache group, even an empty one"
+            )
         return parsed._with_lists_apart()
 
     def _with_lists_apart(self) -> TransferParams:
@@ -190,14 +192,14 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_groups, odd = divmod(len(numbers), 2)
         if odd or not num_lists < num_groups <= MAX_SHARING:
             raise RemoteProtocolError(
-                "remote_first_blocks names another number of cache groups",
+                "remote_first_blocks names a different number of cache groups",
                 remote_first_blocks=len(numbers),
                 remote_block_ids=num_lists,
             )
         lists = numbers[num_groups:]
         if set(lists) != set(range(num_lists)):
             raise RemoteProtocolError(
-                "cache groups share other lists than remote_block_ids has: the router must pass on all of it",
+                "the indices of shared lists do not match remote_block_ids: the router must pass it on unchanged",
                 shared=sorted(set(lists)),
                 remote_block_ids=num_lists,
             )

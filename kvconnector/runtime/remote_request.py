@@ -28,13 +28,13 @@ def block_lists(
         BlockIdError: not one list and one first block per cache group.
     """
     if not isinstance(request_id, str):
-        raise LocalError("a request's id is a text", request=request_id)
+        raise LocalError("a request's id must be a string", request=request_id)
     try:
         ids = [list(group) for group in blocks]
         firsts = [0] * len(ids) if first_blocks is None else list(first_blocks)
     except TypeError as error:
         raise BlockIdError(
-            "blocks are a list of block ids for each cache group",
+            "blocks must have a list of block ids for each cache group",
             request=request_id,
             blocks=blocks,
             first_blocks=first_blocks,
@@ -43,7 +43,7 @@ def block_lists(
         require_counts(BlockIdError, first_block=first)
     if {len(ids), len(firsts)} != {num_groups}:
         raise BlockIdError(
-            "a request names blocks and a first block of each cache group",
+            "a request must name the blocks and the first block of each cache group",
             request=request_id,
             groups=num_groups,
             blocks=len(ids),
@@ -105,7 +105,7 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         computed = default if computed_tokens is None else computed_tokens
         if not isinstance(computed, Sequence) or len(computed) != num_groups:
             raise BlockIdError(
-                "a load names computed tokens of each cache group",
+                "a load must name the computed tokens of each cache group",
                 request=request_id,
                 groups=num_groups,
                 computed_tokens=computed,
@@ -144,14 +144,14 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
             return order
         if len(cache_block_tokens) != len(groups) or min(cache_block_tokens) < 1:
             raise BlockIdError(
-                "a prefix cache has blocks of at least one token in each cache group",
+                "the blocks of a prefix cache need at least one token in each cache group",
                 cache_block_tokens=cache_block_tokens,
                 groups=len(groups),
             )
         sizes = [group.row_tokens for group in groups]
         if any(whole % m for whole, m in zip(cache_block_tokens, sizes, strict=True)):
             raise BlockIdError(
-                "blocks of a prefix cache have whole rows",
+                "the block size of a prefix cache must be a multiple of row_tokens",
                 cache_block_tokens=cache_block_tokens,
                 row_tokens=sizes,
             )

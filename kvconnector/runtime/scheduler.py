@@ -134,9 +134,13 @@ class Scheduler:
                 blocks, or counts that are no integers from 0 to 2^31 - 1.
         """
         if self._service is None:
-            raise LocalError("a consumer holds no requests", request=request_id)
+            raise LocalError(
+                "an engine with the role consumer cannot offer requests", request=request_id
+            )
         if self._is_closed:
-            raise LocalError("the scheduler is closed: nobody can find this engine any more")
+            raise LocalError(
+                "the scheduler is closed, so other engines can no longer find this one"
+            )
         hold = self._offers.hold(
             request_id,
             blocks=blocks,
@@ -229,7 +233,10 @@ class Scheduler:
         try:
             str.encode(request_id)
         except (TypeError, UnicodeEncodeError) as error:
-            raise LocalError("no order can carry this request's id", request=request_id) from error
+            raise LocalError(
+                "an order cannot carry this request's id: it must be a string that UTF-8 can encode",
+                request=request_id,
+            ) from error
         if not isinstance(kv_transfer_params, Mapping):
             raise RemoteProtocolError(
                 "kv_transfer_params must be a mapping",
@@ -258,7 +265,9 @@ class Scheduler:
         if not wants_remote_prefill(params):
             return None
         if self._config.role == "producer":
-            raise LocalError("a producer loads no requests", request=request_id)
+            raise LocalError(
+                "an engine with the role producer cannot load requests", request=request_id
+            )
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
         wanted = TransferParams.from_mapping(params)
@@ -274,7 +283,7 @@ class Scheduler:
         named = wanted.num_groups
         if not wanted.is_followed and named < self._engine.num_required:
             raise IncompatiblePeerError(
-                "the request's blocks are for another number of cache groups",
+                "the request's blocks are for a different number of cache groups",
                 request=request_id,
                 theirs=named,
                 ours=self._engine.num_groups,
@@ -328,7 +337,7 @@ class Scheduler:
         computed_tokens: Sequence[int] | None = None,
         cache_block_tokens: Sequence[int] = (),
     ) -> tuple[tuple[int, int], ...]:
-        """Load a request into its blocks, or free the producer's if nothing is to be loaded.
+        """Load a request into its blocks, or free the producer's if there is nothing to load for this request.
 
         Args:
             request_id: The engine's name for the request.
@@ -351,7 +360,9 @@ class Scheduler:
         if remote is None or remote.stage != "wanted":
             if not num_tokens:
                 return ()
-            raise UnknownRequestError("nothing is to be loaded", request=request_id)
+            raise UnknownRequestError(
+                "there is nothing to load for this request", request=request_id
+            )
         if num_tokens == 0:
             self._orders.append(DropRequest(request_id, needs_none=True))
             remote.stage = "over"
@@ -438,7 +449,9 @@ class Scheduler:
             LocalError: `output` is no `WorkerOutput`.
         """
         if not isinstance(output, WorkerOutput):
-            raise LocalError("update takes what the aggregator returned", got=type(output).__name__)
+            raise LocalError(
+                "update needs the output that the aggregator returned", got=type(output).__name__
+            )
         self._failures.note("load", output.failed_recving)
         self._failures.note("lease", output.failed_sending)
         if output.finished_sending or output.finished_recving - set(output.failed_recving):

@@ -31,7 +31,8 @@ def view_of(cache_BHND: torch.Tensor) -> KVView:
     _check_tensor(cache_BHND)
     if cache_BHND.dim() != 4:
         raise GeometryError(
-            "a cache view has four axes: block, head, token, dim", shape=tuple(cache_BHND.shape)
+            "a cache view must have four axes: block, head, token, dim",
+            shape=tuple(cache_BHND.shape),
         )
     item = cache_BHND.element_size()
     return KVView(
@@ -58,7 +59,7 @@ def cache_groups(
     groups = list(caches) if isinstance(caches, Sequence) else [caches]
     if not groups or not all(isinstance(group, CacheGroup) for group in groups):
         raise GeometryError(
-            "caches are tensors by layer, as in {0: (k, v)}, or a list of cache groups",
+            "caches must be tensors by layer, as in {0: (k, v)}, or a list of cache groups",
             got=type(caches).__name__,
             of=sorted({type(group).__name__ for group in groups}),
         )
@@ -107,7 +108,7 @@ def cache_group(
     """
     require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
     if rounding not in ROUNDINGS:
-        raise GeometryError("no such rule for fp8", rounding=rounding, known=ROUNDINGS)
+        raise GeometryError("unknown rounding rule for fp8", rounding=rounding, known=ROUNDINGS)
     for layer, tensors in caches.items():
         _check_layer(layer, tensors)
     layers = tuple(sorted(caches))
@@ -117,19 +118,21 @@ def cache_group(
     }
     if len(shown) != 1:
         raise GeometryError(
-            "a cache group has at least one layer, and tensors that are alike in all layers",
+            "a cache group needs at least one layer, and the tensors of all layers must be alike",
             found=shown,
         )
     tensors = caches[layers[0]]
     names = tuple(part_names) or PART_NAMES.get(len(tensors), ())
     if not tensors or len(names) != len(tensors):
         raise GeometryError(
-            "each tensor of a layer is a part, which part_names names if there are more than two",
+            "each tensor of a layer is a part: part_names must name them if there are more than two",
             tensors=len(tensors),
             part_names=tuple(part_names),
         )
     if scales is not None and set(scales) != set(layers):
-        raise GeometryError("scales are given for each layer", layers=layers, scaled=sorted(scales))
+        raise GeometryError(
+            "scales must be given for each layer", layers=layers, scaled=sorted(scales)
+        )
     views = {layer: tuple(view_of(tensor) for tensor in caches[layer]) for layer in layers}
     parts = tuple(
         PartGeometry(
@@ -174,10 +177,10 @@ def _element(tensor: torch.Tensor) -> str:
 
 def _check_layer(layer: object, tensors: object) -> None:
     if not isinstance(layer, int):
-        raise GeometryError("layers are numbered alike in all engines, from 0", layer=layer)
+        raise GeometryError("layers must be numbered from 0, and alike in all engines", layer=layer)
     if not isinstance(tensors, list | tuple):
         raise GeometryError(
-            "a layer's cache is a tuple of tensors: (k, v), or (kv,) where one holds both",
+            "a layer's cache must be a tuple of tensors: (k, v), or (kv,) if one tensor holds both",
             layer=layer,
             got=type(tensors).__name__,
         )
@@ -190,7 +193,7 @@ def _check_tensor(tensor: object, **context: object) -> None:
 
     if not isinstance(tensor, torch.Tensor):
         raise GeometryError(
-            "a cache is a torch tensor; torch.from_numpy makes one of an array, without a copy",
+            "a cache must be a torch tensor: torch.from_numpy makes one from an array, without a copy",
             **context,
             got=type(tensor).__name__,
         )

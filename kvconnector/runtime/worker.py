@@ -76,7 +76,7 @@ class Worker:
         self._config = checked_config(config)
         self._rank = _rank_of(rank)
         if not isinstance(model, str | ModelDescription):
-            raise ConfigError("a model is a name, or a ModelDescription", model=model)
+            raise ConfigError("model must be a name or a ModelDescription", model=model)
         self._model = model
         self._incarnation = new_incarnation()
         self._outbox = Outbox()
@@ -137,18 +137,20 @@ class Worker:
         from kvconnector.runtime.driver_thread import DriverThread
 
         if self._was_registered:
-            raise LocalError("caches are registered once", rank=str(self._rank))
+            raise LocalError("the caches can be registered only once", rank=str(self._rank))
         groups = cache_groups(caches, total_heads=total_heads, head_start=head_start)
         if not 0 <= num_optional <= len(groups):
             raise GeometryError(
-                "a worker has at least as many cache groups as optional ones",
+                "a worker cannot have more optional cache groups than cache groups",
                 num_optional=num_optional,
                 groups=len(groups),
             )
         self._num_optional = num_optional
         devices = {group.device for group in groups}
         if len(devices) != 1:
-            raise ConfigError("all caches of a worker are on one device", devices=sorted(devices))
+            raise ConfigError(
+                "all caches of a worker must be on one device", devices=sorted(devices)
+            )
         memory = [group.memory for group in groups]
         pools = Pools([dataclasses.replace(group, memory=()) for group in groups], devices.pop())
         self._outbox = Outbox(self._config.spin_s(pools.device))
@@ -207,7 +209,8 @@ class Worker:
         thread = self._registered()
         if not isinstance(step, StepMetadata):
             raise LocalError(
-                "start_step takes what Scheduler.build_step returned", got=type(step).__name__
+                "start_step needs the step that Scheduler.build_step returned",
+                got=type(step).__name__,
             )
         pools = thread.pools
         self._layers = None
@@ -356,7 +359,7 @@ class Worker:
 
     def _without_blocks(self, orders: Sequence[Order]) -> tuple[Order, ...]:
         """Refuse the orders that name blocks. Returns the others, with ends of the refused requests in their place."""
-        error = LocalError("the engine sleeps: its caches have no memory")
+        error = LocalError("the engine is asleep, so its caches have no memory")
         taken: list[Order] = []
         for order in orders:
             (order,), blocks = orders_with_blocks((order,), self._outbox.note_contained)  # noqa: PLW2901
@@ -371,7 +374,9 @@ class Worker:
 
     def _registered(self) -> DriverThread:
         if self._thread is None:
-            raise LocalError("register comes first, close last", rank=str(self._rank))
+            raise LocalError(
+                "call register before this, and do not call it after close", rank=str(self._rank)
+            )
         return self._thread
 
     def _check_engine(self, engine: EngineGeometry, pools: Pools) -> None:
@@ -379,7 +384,7 @@ class Worker:
         registered = tuple(group.geometry for group in pools.groups)
         if mine.groups != registered or engine.engine_id != self._config.engine_id:
             raise LocalError(
-                "the engine's geometry is not this worker's",
+                "the engine's geometry does not match this worker's",
                 engine=engine.engine_id,
                 rank=str(self._rank),
                 engine_says=mine.groups,
@@ -393,5 +398,5 @@ def _rank_of(rank: object) -> Rank:
         isinstance(each, int) and each >= 0 for each in pair
     )
     if not is_rank:
-        raise ConfigError("a worker's rank is (pp_rank, tp_rank), such as (0, 0)", rank=rank)
+        raise ConfigError("a worker's rank must be (pp_rank, tp_rank), such as (0, 0)", rank=rank)
     return Rank(*pair)

@@ -285,7 +285,7 @@ class KVOutputAggregator:
         present = [(worker, output) for worker, output in enumerate(outputs) if output is not None]
         for _, output in present:
             if (count := output.expected_finished_count) < 0:
-                raise LocalError("a negative count is expected", expected_finished_count=count)
+                raise LocalError("a count must not be negative", expected_finished_count=count)
         # a failure counts even if another worker completes the request
         for _, output in present:
             self._sending.failed(output.failed_sending, {})

@@ -204,7 +204,9 @@ class ConsumerSession:
     def _load_asked(self, event: LoadRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is None:
-            raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
+            raise UnknownRequestError(
+                "the request of a load is not known to this worker", request=event.request_id
+            )
         load.accept(event, now)
         error = load.ask(event, now)
         if error is not None:
@@ -226,7 +228,7 @@ class ConsumerSession:
         try:
             reads = load.take_ready(engine.routes, links, chunk_bytes=engine.chunk_bytes)
             if not reads and load.is_complete(links) and not load.is_read:
-                raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
+                raise RemoteProtocolError("the producer has fewer tokens than the load asks for")
         except KVConnectorError as error:
             self._close(load, error, now)
             return
@@ -265,7 +267,7 @@ class ConsumerSession:
         read = event.read
         if not read.is_stopped and now >= read.worker.deadline:
             # this worker was silent for longer than its timeout: the producer may have reused the blocks meanwhile
-            self._lose(read.worker.link, PeerLostError("this worker was silent too long"), now)
+            self._lose(read.worker.link, PeerLostError("this worker was silent for too long"), now)
             self._fail_if_lost(read, now)
         self._reads.close(read)
         load = read.load

@@ -403,7 +403,7 @@ class RemoteEngines:
         if not engine.is_ready:
             is_queued = engine.state is EngineState.QUEUED
             return PeerUnreachableError(
-                "the engine was not greeted in time: peer.max_unknown_engines others did not answer"
+                "the engine could not be greeted in time: peer.max_unknown_engines others did not answer"
                 if is_queued
                 else "the engine did not complete the greeting in time",
                 engine=engine.name.engine_id,
@@ -519,7 +519,7 @@ def _geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometr
     ranks = [(w.pp_rank, w.tp_rank) for w in directory.workers]
     if not {*ranks} <= {rank.rank for rank in geometry.ranks}:
         raise RemoteProtocolError(
-            "a directory lists other workers than its geometry",
+            "a directory's list of workers does not match its geometry",
             engine=wanted.engine_id,
             workers=ranks,
         )

@@ -161,7 +161,7 @@ class Load(Tracked[LoadState]):
             named = 0 if self.order is None else len(self.order.remote_blocks)
             if any(self.unread_tokens) and named != num_groups:
                 raise RemoteProtocolError(
-                    "a load names blocks of another number of cache groups than its producer has",
+                    "a load names blocks of a different number of cache groups than its producer has",
                     request=self.request_id,
                     named=named,
                     groups=num_groups,

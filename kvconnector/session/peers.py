@@ -297,7 +297,7 @@ class Peers:
             if known.is_lost or known.hello == hello:
                 return  # a duplicate
             twice = PeerLostError(
-                "a consumer worker greeted twice, with other values", link=known.link.number
+                "a consumer worker greeted twice, with different values", link=known.link.number
             )
             self._lose(known, event, twice, now)
             return

@@ -619,7 +619,7 @@ def _withdrawn_error() -> TransferAbortedError:
 
 
 def _reclaimed_error() -> OfferReclaimedError:
-    return OfferReclaimedError("this engine took the blocks back, as its cache was full")
+    return OfferReclaimedError("this engine took the blocks back because its cache was full")
 
 
 def _moved_error() -> TransferAbortedError:

@@ -59,7 +59,7 @@ def check_read(
     ranges = [range(*tokens) for tokens in read.token_ranges]
     source = plan_read(route, ranges, chunk_bytes=read.chunk_bytes, layers=range(*read.layers))
     if source is None:
-        raise RemoteProtocolError("a read asks for nothing that this rank has")
+        raise RemoteProtocolError("a read asks for nothing that this rank holds")
     if source.layer_stop > lease.watermark.layer_stop(source.token_stop):
         raise RemoteProtocolError(
             "a read is ahead of the lease",
@@ -104,7 +104,7 @@ def _check_segment(
     shape = (segment.num_parts, segment.head_token_bytes)
     if shape != (family.num_parts, head_token_bytes):
         raise IncompatiblePeerError(
-            "the parts of this family have another number or size here",
+            "the number or size of the parts of this family is different here",
             asked=shape,
             have=(family.num_parts, head_token_bytes),
         )
@@ -125,7 +125,7 @@ def _check_segment(
     first = group.layers.index(segment.layers[0]) if segment.layers[0] in group.layers else 0
     if segment.layers != group.layers[first : first + len(segment.layers)]:
         raise IncompatiblePeerError(
-            "this rank does not hold these layers, one after the other",
+            "this rank does not hold these layers as one contiguous run",
             layers=segment.layers,
             have=group.layers,
         )
@@ -135,7 +135,7 @@ def _check_blocks(asked: Sequence[GroupBlocks], leased: Sequence[GroupBlocks]) -
     """Check that the peer names the leased blocks: it got them through a router that we do not control."""
     if len(asked) != len(leased):
         raise RemoteProtocolError(
-            "a read names blocks for another number of cache groups",
+            "a read names blocks for a different number of cache groups",
             asked=len(asked),
             leased=len(leased),
         )

@@ -66,7 +66,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         sizes = {"head_dim": self.head_dim, "item_size_bytes": self.item_size_bytes}
         require_at_least(1, GeometryError, **sizes)
         if ELEMENTS.get(self.element, self.item_size_bytes) != self.item_size_bytes:
-            raise GeometryError("elements of this type have another size", part=self)
+            raise GeometryError("elements of this type have a different size", part=self)
 
     @property
     def num_heads(self) -> int:

@@ -227,7 +227,7 @@ class TpKVTopology:
         reasons = self._settle_elements(remote, differing)
         if differing:
             raise IncompatiblePeerError(
-                "the engines cannot exchange blocks, give both the same: they disagree in "
+                "the engines cannot exchange blocks; configure both alike: they differ in "
                 + ", ".join(differing)
                 + _reason(differing)
                 + reasons,
@@ -368,7 +368,7 @@ class TpKVTopology:
         )
 
     def describe(self, remote: EngineGeometry) -> str:
-        """Return a line for people: the ratios, ours over theirs, and how blocks are laid out anew or converted.
+        """Return a line for people: ratios of ours to theirs, and whether blocks change their layout or are converted.
 
         Args:
             remote: The other engine.
@@ -378,7 +378,7 @@ class TpKVTopology:
         """
         groups = range(self.engine.num_common(remote))
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
-        how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
+        how = "change their layout" if self.needs_relayout(remote) else "are copied as they are"
         converted = self._converted(remote)
         if converted and not self.needs_relayout(remote):
             how = "keep their layout"
@@ -455,7 +455,9 @@ class TpKVTopology:
 
     def _remote(self, engine_id: str) -> EngineGeometry:
         if engine_id not in self._remotes:
-            raise LocalError("no such engine was met", engine=engine_id, met=list(self._remotes))
+            raise LocalError(
+                "this engine has not been greeted", engine=engine_id, met=list(self._remotes)
+            )
         return self._remotes[engine_id]
 
     def _converted(self, remote: EngineGeometry) -> list[int]:

@@ -110,7 +110,7 @@ def split_batch(payload: bytes) -> tuple[bytes, ...]:
     batch = decode(payload)
     assert isinstance(batch, m.Batch)  # by its kind
     if any(map(_is_batch, batch.messages)):
-        raise RemoteProtocolError("a batch of messages holds another batch")
+        raise RemoteProtocolError("a batch of messages contains another batch")
     return batch.messages
 
 
@@ -139,7 +139,9 @@ def decode(payload: bytes) -> m.Message:
         raise RemoteProtocolError("a message is shorter than its envelope", nbytes=len(payload))
     magic, version, kind = _ENVELOPE.unpack_from(payload)
     if magic != MAGIC:
-        raise RemoteProtocolError("these bytes are no kvconnector message", starts_with=payload[:8])
+        raise RemoteProtocolError(
+            "these bytes are not a kvconnector message", starts_with=payload[:8]
+        )
     if kind not in FIXED:
         versions.SPOKEN.check(version)
     decoder = _DECODERS.get(kind)

@@ -42,7 +42,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
             0 <= index < num_holdings for index in self.ranks
         ):
             raise GeometryError(
-                "an engine names a holding of its own for each of its ranks",
+                "an engine must name a holding for each of its ranks",
                 engine=self.engine_id,
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,

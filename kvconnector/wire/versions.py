@@ -44,7 +44,7 @@ class WireVersions(NamedTuple):
         if version in self and version in theirs:
             return version
         raise IncompatiblePeerError(
-            "the two engines speak no wire version in common", ours=str(self), theirs=str(theirs)
+            "the two engines have no wire version in common", ours=str(self), theirs=str(theirs)
         )
 
     def check(self, version: int) -> int:

@@ -39,7 +39,7 @@ def test_a_producer_that_sleeps_gives_up_its_leases_and_serves_again(pair):
     # orders that arrive while it sleeps end at once
     p.offer("asleep", [1], 9)
     until(lambda: "asleep" in p.sent, p)
-    assert "the engine sleeps" in p.unsent["asleep"]
+    assert "the engine is asleep" in p.unsent["asleep"]
     worker.resume()
     assert arrives(p, d, "again", [1, 2], [5, 6])
 

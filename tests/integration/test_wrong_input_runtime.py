@@ -58,7 +58,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     [
         ([5, 9999], "outside the pool"),
         ([5], "do not hold these tokens"),
-        ([5, 5], "name one twice"),
+        ([5, 5], "name a block twice"),
     ],
 )
 def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):

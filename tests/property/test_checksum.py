@@ -31,7 +31,9 @@ def test_a_corrupt_chunk_fails_only_its_own_load():
     try:
         world.network.faults = LoopbackFaults(corrupt_probability=1.0)
         failed = load("damaged").failed_recving["damaged"]
-        assert failed.startswith("CorruptionError: a chunk is not what its producer sent [chunk=")
+        assert failed.startswith(
+            "CorruptionError: a chunk differs from what its producer sent [chunk="
+        )
         assert "rank='pp0tp0', engine='p'" in failed
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), before)
         world.network.faults = LoopbackFaults()

@@ -224,7 +224,7 @@ def test_a_mamba_2_convolution_is_x_and_b_and_c_each_split_by_itself(is_single):
 
 
 def test_a_pool_of_other_layers_is_refused():
-    with pytest.raises(GeometryError, match="another number of buffers"):
+    with pytest.raises(GeometryError, match="the number of buffers"):
         _registered(_attention(3), SHAPE)
 
 

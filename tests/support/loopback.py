@@ -187,7 +187,7 @@ class LoopbackTransport:
         inbound = receiver._inbound if receiver else ()
         mine = (m for m in inbound if m.is_control and m.source is self and m.flow == endpoint)
         if sum(m.buffer.nbytes for m in mine) + len(payload) > MAX_UNSENT_CONTROL_BYTES:
-            raise PeerLostError("the peer takes no control messages any more")
+            raise PeerLostError("the peer no longer accepts control messages")
         self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
 
     def receive_control(self, limits, *, progress=False):

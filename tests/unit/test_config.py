@@ -139,9 +139,9 @@ def test_other_hosts_need_keys_or_insecure_network(host, insecure):
     ],
 )
 def test_peers_cannot_connect_to_a_wildcard(wildcard):
-    with pytest.raises(ConfigError, match="no wildcard"):
+    with pytest.raises(ConfigError, match="not a wildcard"):
         config(control={"insecure": True, "advertise_host": wildcard})
-    with pytest.raises(ConfigError, match=r"needs control\.advertise_host"):
+    with pytest.raises(ConfigError, match=r"wildcard, control\.advertise_host must be"):
         config(control={"host": wildcard, "insecure_network": True})
 
 
@@ -174,9 +174,9 @@ def test_curve_keys_come_in_pairs():
         == EVERY_IPV4_INTERFACE
     )
     for name in KEYS:
-        with pytest.raises(ConfigError, match="go together"):
+        with pytest.raises(ConfigError, match="or neither"):
             config(control={name: "/keys/one"})
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         config(control=KEYS | INSECURE)
 
 

@@ -227,7 +227,7 @@ TABLE = {
     e.KVConnectorError: (failed_driver, ["driver failed", "a bug", "restart this engine"]),
     e.LocalError: (
         raised_by_scheduler("offer", blocks=[[1]], num_tokens=1),
-        ["a consumer holds no requests", "request='r'"],
+        ["an engine with the role consumer cannot offer requests", "request='r'"],
     ),
     e.ConfigError: (
         raised_by(kvc.Config.from_mapping, {"engine_id": "d", "lease": {"duration": 5}}),
@@ -261,7 +261,7 @@ TABLE = {
     ),
     e.CorruptionError: (
         failed_load(before=damage, verify=("checksum", "checksum")),
-        ["not what its producer sent", "chunk=0", *PEER],
+        ["differs from what its producer sent", "chunk=0", *PEER],
     ),
     e.OperationCancelledError: (cancelled_receive, ["cancelled"]),
     e.WorkerStuckError: (
@@ -289,7 +289,7 @@ TABLE = {
     e.PeerLostError: (failed_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
     e.OtherPromptError: (
         another_prompt,
-        ["another prompt", "differs_in='tokens and cache salt'", "same request"],
+        ["a different prompt", "differs_in='tokens and cache salt'", "same request"],
     ),
     e.TransferTimeoutError: (
         failed_load(before=freeze),

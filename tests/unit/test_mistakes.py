@@ -41,7 +41,7 @@ def engine():
 
 
 CONSTRUCTION = [
-    (lambda: kvc.Config.from_mapping(None), ConfigError, "settings are a mapping"),
+    (lambda: kvc.Config.from_mapping(None), ConfigError, "settings must be a mapping"),
     (lambda: worker(config={"engine_id": "e"}), ConfigError, "Config.from_mapping"),
     *(
         (
@@ -51,8 +51,8 @@ CONSTRUCTION = [
         )
         for rank in (0, (0,), (0, "1"), (-1, 0), None)
     ),
-    (lambda: worker(model=None), ConfigError, "a model is a name"),
-    (lambda: worker().handshake(), LocalError, "register comes first"),
+    (lambda: worker(model=None), ConfigError, "model must be a name"),
+    (lambda: worker().handshake(), LocalError, "call register before"),
     (lambda: kvc.Scheduler(config(), []), GeometryError, "at least one worker"),
     (lambda: kvc.Scheduler({}, []), ConfigError, "got='dict'"),
     (lambda: kvc.Scheduler(config(), [worker()]), ConfigError, "handshake()"),
@@ -68,8 +68,8 @@ CACHES = [
     ({0: ()}, "each tensor of a layer is a part"),
     ({0: (cache(),) * 3}, "part_names"),
     ({0: (cache(4, 2, 8),)}, "four axes"),
-    ({0: (cache(),), 1: (cache(4, 2, 16, 4),)}, "alike in all layers"),
-    ({"model.layers.0": (cache(),)}, "layers are numbered"),
+    ({0: (cache(),), 1: (cache(4, 2, 16, 4),)}, "of all layers must be alike"),
+    ({"model.layers.0": (cache(),)}, "layers must be numbered"),
     ({0: (cache(1, 2, 8, 4).expand(4, 2, 8, 4),)}, "overlap"),
 ]
 ORDERS = [
@@ -82,7 +82,7 @@ ORDERS = [
     (
         lambda w, s: s.offer(None, blocks=[[1]], num_tokens=4),
         LocalError,
-        "a request's id is a text",
+        "a request's id must be a string",
     ),
 ]
 

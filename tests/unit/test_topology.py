@@ -66,8 +66,8 @@ REFUSED = [
     (lambda: group(layers=(1, 1)), "ascend"),
     (lambda: group(layers=(-1, 1)), "out of range"),
     (lambda: group(layers=(1 << 16,)), "out of range"),
-    (lambda: group(dcp_size=0), "not in its context parallel group"),
-    (lambda: group(dcp_size=2, dcp_rank=2), "not in its context parallel group"),
+    (lambda: group(dcp_size=0), "outside its context parallel group"),
+    (lambda: group(dcp_size=2, dcp_rank=2), "outside its context parallel group"),
     (lambda: group(dcp_size=2, interleave_tokens=0), "at least 1"),
     (lambda: group(dcp_size=2, interleave_tokens=5), "does not divide the block"),
     (lambda: group(parts=()), "distinct names"),
@@ -137,7 +137,7 @@ def test_engines_of_other_models_are_incompatible():
     }
     for name, other in differing.items():
         theirs = relisted(other, other.ranks, engine_id="theirs")
-        with pytest.raises(IncompatiblePeerError, match=f"disagree in {name}") as refused:
+        with pytest.raises(IncompatiblePeerError, match=f"differ in {name}") as refused:
             topology(ours).check_compatible(theirs)
         named = refused.value.context[name]
         assert named["ours"] != named["theirs"]
@@ -233,7 +233,7 @@ def test_quantised_caches_need_the_same_scales(theirs, is_compatible):
         if is_compatible:
             topology(ours).check_compatible(theirs)
             continue
-        with pytest.raises(IncompatiblePeerError, match="disagree in scales") as refused:
+        with pytest.raises(IncompatiblePeerError, match="differ in scales") as refused:
             topology(ours).check_compatible(theirs)
         assert set(refused.value.context["scales"]) == {"ours", "theirs"}
 
@@ -243,7 +243,7 @@ def test_scales_of_heads_are_compared_head_by_head():
     for cut in ({}, {"tp_size": 4}, {"tp_size": 8, "stages": HALVES}):
         topology(ours).check_compatible(scaled(per_head, name="theirs", **cut))
     other = scaled(lambda *place: per_head(*place)[::-1], name="theirs", tp_size=2)
-    with pytest.raises(IncompatiblePeerError, match="disagree in scales"):
+    with pytest.raises(IncompatiblePeerError, match="differ in scales"):
         topology(ours).check_compatible(other)
 
 
@@ -328,6 +328,6 @@ def test_stripes_of_unequal_interleaves_intersect():
 def test_interleaves_with_a_long_period_are_incompatible():
     topology(sharing(2, 4)).check_compatible(sharing(3, 16))
     ours = sharing(2, 4096, block_size=4096)
-    with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
+    with pytest.raises(IncompatiblePeerError, match="too long a common period") as refused:
         topology(ours).check_compatible(sharing(2, 4095, block_size=4095))
     assert refused.value.context["ours"] == (2, 4096)

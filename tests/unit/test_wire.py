@@ -94,7 +94,7 @@ def test_messages_before_agreement_decode_in_any_version(name):
     "data,complaint",
     [
         (b"", "shorter"),
-        (b"GET / HTTP/1.1", "no kvconnector message"),
+        (b"GET / HTTP/1.1", "not a kvconnector message"),
         (ENVELOPE.pack(b"KVCN", SPOKEN.newest, 999), "unknown message kind"),
     ],
 )

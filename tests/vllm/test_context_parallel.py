@@ -103,7 +103,7 @@ def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared(kind):
 @pytest.mark.parametrize(
     "spec,kernel_block_size,text",
     [
-        (WINDOW, None, "groups that keep all of them.*window"),
+        (WINDOW, None, "groups that keep all tokens.*window"),
         (attention(block_size=2 * SIZE), SIZE, "cp-kv-cache-interleave-size"),
     ],
 )

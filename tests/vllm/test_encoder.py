@@ -118,7 +118,7 @@ def test_a_request_that_is_aborted_during_the_fetch_leaves_nothing(engine):
         "its lease ended",
         "another output's",
         "another output's by a second name",
-        "another length",
+        "a different length",
         "another width",
         "another width in the name too",
     ],
@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
     elif loss == "another output's by a second name":
         name, secret, *_ = offered(producer, feature("b"))["b"]["remote_request_id"].split("|")
         params["a"] |= {"transfer_id": name, "transfer_secret": secret, "remote_block_ids": []}
-    elif loss == "another length":
+    elif loss == "a different length":
         params["a"]["shape"] = [31, HIDDEN]
     elif loss.startswith("another width"):
         params["a"]["shape"] = [32, HIDDEN // 2]
@@ -153,7 +153,7 @@ def test_an_output_that_cannot_be_had_is_encoded_or_fails_its_request(
 
 @pytest.mark.parametrize(
     "reason",
-    ["no room in time", "larger than the pool", "another length", "no image of the prompt"],
+    ["no room in time", "larger than the pool", "a different length", "no image of the prompt"],
 )
 def test_an_offer_that_is_not_asked_for_is_declined(engine, reason):
     """Whatever kept it from being read: its producer does not hold the output until the lease ends."""
@@ -165,7 +165,7 @@ def test_an_offer_that_is_not_asked_for_is_declined(engine, reason):
     params = offered(producer, *images)
     if reason == "no room in time":
         assert consumer.half._outputs.add("another", 2, (32, HIDDEN))
-    elif reason == "another length":
+    elif reason == "a different length":
         params["a"]["shape"] = [31, HIDDEN]
     elif reason == "no image of the prompt":
         images = [feature("b")]

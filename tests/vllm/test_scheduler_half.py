@@ -334,9 +334,9 @@ def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_cha
         for ratio in (1, 2)
     )
     for handshakes, text in (
-        ({(0, 0): one}, "registered before"),
+        ({(0, 0): one}, "already registered"),
         ({(0, 0): one, (0, 1): two}, "different cache groups"),
-        ({(0, 0): KVConnectorHandshakeMetadata()}, "only one of a MultiConnector"),
+        ({(0, 0): KVConnectorHandshakeMetadata()}, "only one child of a MultiConnector"),
     ):
         with pytest.raises(LocalError, match=text):
             engine.connector.set_xfer_handshake_metadata_pp_aware(handshakes)

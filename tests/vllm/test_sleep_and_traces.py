@@ -80,7 +80,7 @@ def test_a_request_to_a_sleeping_engine_fails_alone(model, monkeypatch, takes_st
     "whose, reason",
     [
         ("own", "a consumer has not unmapped the caches"),
-        ("another rank's", "another rank of this engine cannot let go of its caches"),
+        ("another rank's", "another rank of this engine cannot release its caches"),
         ("a silent rank's", "another rank of this engine did not say in time .*: no answer"),
     ],
 )

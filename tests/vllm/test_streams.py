@@ -424,7 +424,11 @@ def other_tokens(prompt):
 
 WRONG = {
     "other tokens": ({}, {"tokens": other_tokens}, "tokens"),
-    "a shorter prompt": ({}, {"tokens": lambda prompt: prompt[:-9]}, "a prompt of another length"),
+    "a shorter prompt": (
+        {},
+        {"tokens": lambda prompt: prompt[:-9]},
+        "a prompt of a different length",
+    ),
     "another cache salt": ({"cache_salt": "a"}, {"cache_salt": "b"}, "cache salt"),
     "another adapter": (
         {"lora_request": LoRARequest("A", 1, "/nowhere")},

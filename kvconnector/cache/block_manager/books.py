@@ -147,17 +147,22 @@ class BlockBooks:
         ways = (sliding_window, is_recurrent, attention_chunk_size, is_ring, row_tokens > 1)
         if sum(map(bool, ways)) > 1:
             raise ConfigError(
-                "a layer forgets in one way, and one that compresses keeps every row",
+                "a layer can have only one of: a window, chunks, a recurrent state, a ring, rows of several tokens",
                 is_recurrent=is_recurrent,
                 is_ring=is_ring,
                 **limits,
             )
         if block_size % row_tokens:
             raise ConfigError(
-                "a block has whole rows", block_size=block_size, row_tokens=row_tokens
+                "block_size must be a multiple of row_tokens",
+                block_size=block_size,
+                row_tokens=row_tokens,
             )
         if is_ring and enable_caching:
-            raise ConfigError("a ring holds no prefix that others could share", is_ring=is_ring)
+            raise ConfigError(
+                "a ring holds no prefix that other requests could share, so caching must be off",
+                is_ring=is_ring,
+            )
         window = 2 if is_recurrent else sliding_window
         if window is not None and max_step_tokens is None:
             max_step_tokens = block_size - window % block_size + 1

@@ -260,7 +260,7 @@ def plan_kv_cache(
     needed = max(1, smallest.max_blocks_per_request(limits))
     if num_blocks < needed:
         raise CacheSpecError(
-            "the memory does not hold one request of full length",
+            "the available memory cannot hold one request of full length",
             available_bytes=available_bytes,
             needed_bytes=needed * smallest.block_size_bytes,
             max_model_len=limits.max_model_len,

@@ -40,10 +40,10 @@ class AttentionSpec(KVCacheSpec):
         require_at_least(1, CacheSpecError, **sizes, row_tokens=self.row_tokens)
         _require_dtypes(self.dtype)
         if self.block_size % self.row_tokens:
-            raise CacheSpecError("a block has whole rows", spec=self)
+            raise CacheSpecError("block_size must be a multiple of row_tokens", spec=self)
         if self.row_tokens > 1 and not self.can_compress:
             raise CacheSpecError(
-                "a layer that keeps some tokens only has a row for each", spec=self
+                "a layer that keeps only some tokens must have row_tokens 1", spec=self
             )
 
     @property
@@ -89,7 +89,9 @@ class FullAttentionSpec(AttentionSpec):
         }
         require_at_least(1, CacheSpecError, **masks)
         if None not in masks.values():
-            raise CacheSpecError("a layer has a sliding window or attention chunks", **masks)
+            raise CacheSpecError(
+                "a layer can have a sliding window or attention chunks, not both", **masks
+            )
 
     def _max_rows(self, limits: CacheLimits) -> int:
         rows = limits.max_model_len // self.row_tokens

@@ -208,7 +208,7 @@ class CudaDriver:
                 other = known.setdefault(handle.value, address)
             if other != address:
                 raise TransportError(
-                    "two places of the caches are one piece of memory, which its allocator will replace",
+                    "the same memory is mapped at two places in the caches, so its allocator may replace it",
                     address=hex(address),
                     other=hex(other),
                     nbytes=each.nbytes,

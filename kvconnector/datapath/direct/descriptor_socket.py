@@ -166,9 +166,9 @@ class DescriptorServer:
         segments = self.segments  # looked up once: the driver's thread may withdraw them meanwhile
         try:
             if segments is None or segments[0] != epoch:
-                raise TransportError("this memory is withdrawn")
+                raise TransportError("this memory has been withdrawn")
             if count > MAX_ASKED:
-                raise TransportError("too many segments are asked for")
+                raise TransportError("the request names too many segments")
             handles = segments[1](range(first, first + count))
             answers = [
                 _ANSWER.pack(*((_IS_FABRIC, h) if isinstance(h, bytes) else (_IS_DESCRIPTOR, b"")))
@@ -182,7 +182,7 @@ class DescriptorServer:
         except OSError:
             raise  # the consumer is gone, or no descriptor is free
         except Exception:
-            logger.exception("a consumer's question for GPU memory failed, and is refused")
+            logger.exception("a consumer's request for GPU memory failed, and was refused")
             client.sendall(_ANSWER.pack(_IS_REFUSAL, b"an unexpected error, see its log"))
         finally:
             close_handles(handles)
@@ -201,7 +201,9 @@ def fetch_descriptors(folder: str, nonce: bytes, count: int) -> list[int]:
         _, fds, _, _ = socket.recv_fds(server, 1, count, socket.MSG_CMSG_CLOEXEC)
     if len(fds) < count:
         close_handles(fds)
-        raise TransportError("the producer gives its memory to nobody here", folder=folder)
+        raise TransportError(
+            "the producer does not share its memory with any process here", folder=folder
+        )
     return fds
 
 
@@ -250,7 +252,7 @@ def _handles_of(answers: bytes, fds: list[int], count: int) -> list[int | bytes]
     num_fds = sum(kind == _IS_DESCRIPTOR for kind, _ in found)
     if len(found) != count or num_fds != len(fds):
         raise TransportError(
-            "the producer gave other handles than it was asked for",
+            "the producer answered with other handles than it was asked for",
             asked=count,
             handles=len(found),
             descriptors=len(fds),
@@ -284,7 +286,7 @@ def _connected(place: str, nonce: bytes) -> Iterator[socket.socket]:
                     server.connect(str(folder / _name(nonce)))
             if not _is_same_user(server):
                 raise TransportError(
-                    "the producer's memory belongs to another user: both need the same",
+                    "the producer's memory belongs to another user: run both engines as the same user",
                     folder=place,
                 )
             yield server
@@ -292,14 +294,15 @@ def _connected(place: str, nonce: bytes) -> Iterator[socket.socket]:
         if place.startswith("/proc/"):
             raise PeerLostError("the producer's process is gone", place=place) from error
         raise TransportError(
-            "the producer is not in paths.shared_folder: it is on another node, or has another volume or none there",
+            "the producer has no socket in paths.shared_folder: it is on another node, or does not mount the"
+            " same volume",
             folder=place,
         ) from error
     except ConnectionRefusedError as error:
         raise PeerLostError("the producer's process is gone", folder=place) from error
     except OSError as error:
         raise TransportError(
-            "the producer's memory cannot be had from its socket",
+            "the producer's socket does not give out its memory",
             folder=place,
             reason=str(error),
         ) from error

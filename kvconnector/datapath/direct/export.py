@@ -176,10 +176,14 @@ def export_segments(
     """Return handles of some segments, by their numbers. The caller closes those that are descriptors.
 
     Raises:
-        TransportError: there are fewer segments, or one is not mapped any more.
+        TransportError: the memory has fewer segments than the request names, or one is not mapped any more.
     """
     if which.stop > len(segments):
-        raise TransportError("there are fewer segments", segments=len(segments), asked=which.stop)
+        raise TransportError(
+            "the memory has fewer segments than the request names",
+            segments=len(segments),
+            asked=which.stop,
+        )
     driver.enter(device_index)
     handles: list[int | bytes] = []
     with ExitStack() as undone:

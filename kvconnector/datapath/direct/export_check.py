@@ -27,13 +27,15 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     """
     if export.num_buckets & (export.num_buckets - 1):
         raise RemoteProtocolError(
-            "a lease board has a power of two of buckets", num_buckets=export.num_buckets
+            "the number of a lease board's buckets must be a power of two",
+            num_buckets=export.num_buckets,
         )
     is_cuda = export.device == "cuda"
     num_segments = sum(run.count for run in export.segments)
     if is_cuda != bool(export.allocations or num_segments) or (is_cuda and export.ranges):
         raise RemoteProtocolError(
-            "an export has CUDA allocations or segments on CUDA devices, and ranges of shared memory on the CPU",
+            "an export must name CUDA allocations or segments for a CUDA device, and ranges of shared memory"
+            " for the CPU",
             device=export.device,
             allocations=len(export.allocations),
             segments=num_segments,

@@ -78,7 +78,7 @@ def check_alive(statm: int, pid: int) -> None:
     except OSError:  # the process has ended and been reaped
         num_pages = b"0 "
     if num_pages.startswith(b"0 "):
-        raise PeerLostError("the process that is read is gone", pid=pid)
+        raise PeerLostError("the producer's process is gone", pid=pid)
 
 
 def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[MappedRange]:
@@ -106,7 +106,8 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
         # the driver compares process ids, each of its own namespace, and would use the addresses as they are
         raise TransportError(
             "the producer's process id in its container is this one's here, by which CUDA takes its memory for this"
-            " process's own: give both containers one pid namespace (hostPID), or start one engine in a process more",
+            " process's own: give both containers one pid namespace (hostPID), or let one engine start from a"
+            " process that has run other programs first",
             pid=export.pid,
         )
     driver, places = CudaDriver(), []
@@ -262,5 +263,5 @@ def _checked_nbytes(fd: int, export: PoolExport) -> int:
     nbytes = os.fstat(fd).st_size
     stops = [each.offset + each.nbytes for each in export.ranges]
     if max(BOARD_OFFSET + export.num_buckets * BUCKET_BYTES, *stops, 0) > nbytes:
-        raise ValueError(f"it has {nbytes} bytes, the export names more")
+        raise ValueError(f"it has {nbytes} bytes, but the export names more")
     return nbytes

@@ -40,7 +40,9 @@ class RemotePools:
     def __init__(self, export: PoolExport, device: str, shared_folder: str = "") -> None:
         if export.device != device.partition(":")[0]:
             raise TransportError(
-                "pools of another kind of device", theirs=export.device, ours=device
+                "the producer's pools are on another kind of device",
+                theirs=export.device,
+                ours=device,
             )
         self.lanes: dict[Route, tuple[Lane, ...]] = {}
         """The lanes of reads from these pools, by route. `Copies` makes them."""
@@ -111,7 +113,7 @@ def tables_of(
             for table in export.tables
         }
     except RelayoutError as exc:
-        raise TransportError(f"the producer's part tables make no sense: {exc}") from exc
+        raise TransportError(f"the producer's part tables are inconsistent: {exc}") from exc
 
 
 def _to_here(rows: npt.NDArray[np.int64], places: list[MappedRange]) -> npt.NDArray[np.int64]:

@@ -210,7 +210,9 @@ class SharedMemory:
                     made = functions.mremap(made, nbytes, nbytes, _MREMAP_TO, start)
                 if made == _MAP_FAILED:
                     reason = os.strerror(ctypes.get_errno())
-                    logger.warning("child processes share the caches' memory for good: %s", reason)
+                    logger.warning(
+                        "child processes share the caches' memory from now on: %s", reason
+                    )
         self._were_private = []
 
     def _move(self, place: SharedRange) -> None:
@@ -308,7 +310,8 @@ def _whole_pages(
             )
         if _has_jemalloc() and any(not m.is_shared and m.overlaps(first, last) for m in mappings):
             raise TransportError(
-                "caches from jemalloc cannot be shared, since it expects pages to read as zeros once it has given them"
+                "caches from jemalloc cannot be shared, since it expects pages to read as zeros once it has"
+                " given them"
                 " back: map them (mmap, MAP_SHARED)",
                 **place,
             )

@@ -154,7 +154,7 @@ class CpuCopies(Copies):
             self.context = self._threads.address
         except OSError as error:
             self._num_threads = 1
-            logger.warning("one thread copies what is read directly: %s", error)
+            logger.warning("direct reads are copied by one thread only: %s", error)
 
     def finish(self) -> None:
         if self._threads is not None:

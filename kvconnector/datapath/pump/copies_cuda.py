@@ -349,7 +349,7 @@ def _open_stream(cuda: Any) -> Any:
     handle = ctypes.c_void_p()
     status = cuda.cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
     if status or not handle.value:
-        raise TransportError("the GPU gives no stream for copies", status=status)
+        raise TransportError("cannot create a CUDA stream for copies", status=status)
     return torch.cuda.ExternalStream(handle.value)
 
 

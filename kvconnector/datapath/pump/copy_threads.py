@@ -63,7 +63,7 @@ class CopyThreads:
         for thread in self._threads:
             thread.join(RELEASE_S)
         if any(thread.is_alive() for thread in self._threads):
-            raise TransportError("a thread that copies a read does not end", timeout_s=RELEASE_S)
+            raise TransportError("a thread that copies a read does not stop", timeout_s=RELEASE_S)
         self._threads.clear()
         os.close(self._eventfd)
         os.close(self._load)

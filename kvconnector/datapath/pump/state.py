@@ -49,7 +49,7 @@ def error_of(row: Mapping[str, int], transport: UcxTransport) -> KVConnectorErro
     if kind == r.NO_ERROR:
         return None
     if kind == r.COPY_ERROR and value == r.CORRUPTED:
-        return CorruptionError("a chunk is not what its producer sent", chunk=chunk)
+        return CorruptionError("a chunk differs from what its producer sent", chunk=chunk)
     if kind == r.COPY_ERROR:
         return TransportError("a chunk cannot be copied", chunk=chunk, status=value)
     if kind == r.SIZE_ERROR or value == abi.ERR_MESSAGE_TRUNCATED:

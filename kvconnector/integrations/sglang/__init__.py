@@ -134,7 +134,7 @@ async def release_or_raise(
         each.removeprefix(NOT_RELEASED) for each in answers if each.startswith(NOT_RELEASED)
     ]:
         raise LocalError(
-            "no memory was released, and transfers go on: some did not end in time",
+            "no memory was released and transfers continue, because some did not end in time",
             reasons=kept,
             servers=f"{len(kept)} of {len(answers)}",
         )

@@ -336,14 +336,17 @@ def create_receiver(
     if receiver.is_of_named_engine:
         receiver.fail(
             LocalError(
-                "a retracted prompt is computed again by an SGLang server only, and this request's prefill engine is of"
+                "a retracted prompt is computed again by an SGLang server only, and this request's prefill"
+                " engine is of"
                 " another kind",
                 rid=req.rid,
             )
         )
     elif req.multimodal_inputs is not None:
         receiver.fail(
-            LocalError("SGLang has prompts with images computed again without them", rid=req.rid)
+            LocalError(
+                "SGLang would have a prompt with images computed again without them", rid=req.rid
+            )
         )
     elif queue.kv_manager.leads:
         receiver.recompute = req.build_rebootstrap_payload()
@@ -517,7 +520,8 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
     device = server_args.device
     if device == "cpu" and is_prefill and not has_latent and tp_size > kv_heads:
         raise GeometryError(
-            "with more ranks than KV heads SGLang adds heads of zeros on a CPU, and kvconnector does not read these",
+            "on a CPU SGLang adds heads of zeros if there are more ranks than KV heads, and kvconnector"
+            " cannot read from such ranks",
             heads=kv_heads,
             tp_size=tp_size,
         )

@@ -231,10 +231,10 @@ def _compressed_groups(
     states of rows of 128 are another state, the windows of draft layers the last one.
     """
     if unknown := sorted({*ratios} - {0, 4, C128}):
-        raise GeometryError("kvconnector knows rows of 4 and of 128 tokens", ratios=unknown)
+        raise GeometryError("kvconnector knows only rows of 4 and of 128 tokens", ratios=unknown)
     if args.page_size % C128 or args.page_size // 4 != INDEX_PAGE or args.num_draft_entries:
         raise GeometryError(
-            "kvconnector transfers compressed rows in pages of 256 tokens, and draft models without any",
+            "kvconnector transfers compressed rows only in pages of 256 tokens, and only draft models that have none",
             page_size=args.page_size,
             draft_entries=args.num_draft_entries,
         )
@@ -305,7 +305,7 @@ def _c4_states(buffers: list[Listed], index: int, shape: Shape) -> tuple[Group, 
     rings |= {each.item_bytes / C4_INDEX_STATE_BYTES for each in indexer}
     if rings and not (len(rings) == 1 and rings <= {8, 16}):
         raise GeometryError(
-            "kvconnector knows rings of 8 or 16 float32 states", rings=sorted(rings)
+            "kvconnector knows only rings of 8 or 16 float32 states", rings=sorted(rings)
         )
     ring = int(max(rings, default=8))
     tokens = [
@@ -329,7 +329,7 @@ def _c128_states(buffers: list[Listed], index: int, shape: Shape) -> tuple[Group
 def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
     if {*map(len, columns)} != {len(layers)}:
         raise GeometryError(
-            "SGLang lists another number of buffers than this stage's layers and parts need",
+            "the number of buffers that SGLang lists does not match this stage's layers and parts",
             buffers=len(columns[0]),
             layers=list(layers),
         )

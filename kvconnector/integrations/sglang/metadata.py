@@ -109,7 +109,9 @@ class MetadataRows:
             nbytes // row if row else 0 for nbytes, row in zip(lengths, self._widths, strict=True)
         }
         if len(counts) != 1 or not min(counts):
-            raise GeometryError("metadata tensors differ in their rows", rows=sorted(counts))
+            raise GeometryError(
+                "metadata tensors have different numbers of rows", rows=sorted(counts)
+            )
         self.num_rows = counts.pop()
         tensors = [
             _rows((ctypes.c_ubyte * nbytes).from_address(address), self.num_rows)
@@ -190,7 +192,8 @@ def _places(names: Sequence[str], num_columns: int) -> dict[str, int]:
     """Return where each column is. Raises GeometryError: nobody has read what a column is, or one is missing."""
     if len(names) != num_columns:
         raise GeometryError(
-            "nothing says which column of SGLang's metadata is which: our hook after MetadataBuffers.get_buf_infos did"
+            "nothing says which column of SGLang's metadata is which: our hook after"
+            " MetadataBuffers.get_buf_infos did"
             " not run, so use a release that was tested",
             columns=num_columns,
             named=len(names),

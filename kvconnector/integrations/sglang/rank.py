@@ -276,7 +276,7 @@ def _open_directory(config: ConnectorConfig, preferred_port: int, dp_rank: int) 
     try:
         return open_control(config, preferred_port)
     except ConfigError as error:
-        logger.warning("the directory service listens at another port: %s", error)
+        logger.warning("the directory service listens on another port than planned: %s", error)
         return open_control(config, 0)
 
 

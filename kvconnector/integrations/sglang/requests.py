@@ -83,7 +83,7 @@ class Layout:
         named = [[int(each) for some in state for each in np.ravel(some)] for state in states]
         if len(named) != self.num_states or num_tokens < 1:
             raise BlockIdError(
-                "a request needs a token, and ids for every state",
+                "a request needs at least one token, and ids for every state",
                 named=named,
                 states=self.num_states,
                 num_tokens=num_tokens,
@@ -112,7 +112,7 @@ class Layout:
         leaves_none = kind in C128_STATES and num_tokens % C128 == 0
         if len(ids) != (0 if leaves_none else 1):
             raise BlockIdError(
-                "a state has one slot, or none if a row of 128 tokens ends with the prompt",
+                "a state must have one slot, or none if a row of 128 tokens ends with the prompt",
                 kind=kind,
                 slots=ids,
                 num_tokens=num_tokens,

@@ -81,7 +81,8 @@ def connector_config(
     is_named = environ.get(f"{ENV_PREFIX}{variable}")
     if num_nodes > 1 and not is_named and is_loopback(own_address):
         raise ConfigError(
-            "an engine on several nodes needs an address of each, and SGLang found none here: set SGLANG_HOST_IP",
+            "an engine on several nodes needs an address of each node, and SGLang found none here: set"
+            " SGLANG_HOST_IP",
             host=host,
             found=own_address,
             nodes=num_nodes,

@@ -64,7 +64,7 @@ def check_option(
         )
     if num_ranks > num_layers:
         raise ConfigError(
-            f"with {OPTION} each rank of context parallelism has a layer: use a smaller --attn-cp-size",
+            f"with {OPTION} each rank of context parallelism needs at least one layer: use a smaller --attn-cp-size",
             attn_cp_size=num_ranks,
             layers=num_layers,
         )
@@ -125,7 +125,8 @@ def _check_owners(holdings: Sequence[_Holding], num_layers: int) -> None:
     }
     if any(wrong.values()):
         raise GeometryError(
-            f"SGLang's ranks do not have each layer once: use a release that was tested, or start without {OPTION}",
+            f"SGLang's ranks do not hold each layer exactly once: use a release that was tested, or start"
+            f" without {OPTION}",
             **{name: found for name, found in wrong.items() if found},
             layers_of_ranks=layers,
         )

@@ -404,7 +404,8 @@ class LoadedPrompt(RoomTransfer):
     def _have_it_computed(self, host: str, port: int) -> None:
         if not port:
             raise UnknownRequestError(
-                "the prefill server's registry does not say where its HTTP API is, which computes retracted prompts",
+                "the prefill server's registry does not say where its HTTP API is, so retracted prompts"
+                " cannot be computed again",
                 room=self.room,
                 host=host,
             )
@@ -480,7 +481,8 @@ class LoadedPrompt(RoomTransfer):
             token = end.token
             if token is None or not 0 <= token < self.vocab_size:
                 raise RemoteError(
-                    "the prefill engine sent neither metadata nor a usable first token: an engine of another kind sends"
+                    "the prefill engine sent neither metadata nor a usable first token: an engine of another"
+                    " kind sends"
                     " none for requests with log probabilities, a grammar, penalties or a seed, nor with"
                     " first_token=never",
                     room=self.room,

@@ -329,7 +329,7 @@ def _register(
     info = group_info(spec, vllm_group, ratio, block_size // tiles, row_tokens)
     if shared.world_size > 1 and info.keeps != "all":
         raise GeometryError(
-            "context parallel ranks can share the tokens only of groups that keep all of them",
+            "context parallel ranks can share tokens only in groups that keep all tokens",
             group=vllm_group,
             keeps=info.keeps,
             dcp_size=shared.world_size,
@@ -388,7 +388,8 @@ def _join(cache: LayerCache, ratio: int, shared: ContextParallel) -> LayerCache:
     is_in_planes = is_latent(cache.spec) and bool(planes_of_pages(cache))
     if block != block_size * token or is_in_planes:
         raise GeometryError(
-            "the interleave does not divide the attention backend's blocks, and these cannot be joined: choose one that"
+            "the interleave does not divide the attention backend's blocks, and these cannot be joined:"
+            " choose one that"
             " does (--cp-kv-cache-interleave-size)",
             layer=cache.name,
             kernel_block_size=block_size,

@@ -93,13 +93,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     @property
     def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
-            raise LocalError("a worker's connector has no scheduler half")
+            raise LocalError("a connector with the role of a worker has no scheduler half")
         return self._scheduler_half
 
     @property
     def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
-            raise LocalError("a scheduler's connector has no worker half")
+            raise LocalError("a connector with the role of a scheduler has no worker half")
         return self._worker_half
 
     # -- worker --

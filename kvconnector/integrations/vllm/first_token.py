@@ -138,7 +138,9 @@ class FirstTokens:
             raise ConfigError("first_token=always cannot be used with this engine", has=obstacle)
         if obstacle:
             self._policy = "never"
-            logger.warning("decode engines compute first tokens: this engine has %s", obstacle)
+            logger.warning(
+                "decode engines compute the first tokens, because this engine has %s", obstacle
+            )
 
     def __repr__(self) -> str:
         return f"<FirstTokens {sorted(self._expected)}, {len(self._loaded)} loaded>"

@@ -158,8 +158,8 @@ def planes_of_pages(cache: LayerCache) -> Planes:
     planes = planes_of(cache.backend, cache.row_bytes, is_opaque=is_opaque)
     if planes is None:
         raise GeometryError(
-            "KVConnector does not know how this attention backend stores rows of this width: in a row each, or the"
-            " values of a page apart from their scales",
+            "KVConnector does not know how this attention backend stores rows of this width: each row as a"
+            " whole, or all values of a page before its scales",
             backend=cache.backend,
             row_bytes=cache.row_bytes,
             dtype=str(cache.tensor.dtype),
@@ -250,7 +250,8 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         )
     if cache.is_shuffled:
         raise GeometryError(
-            "KVConnector does not transfer caches whose elements this device's kernels store in an order of their own",
+            "KVConnector does not transfer caches whose elements this device's kernels store in a"
+            " device-specific order",
             layer=cache.name,
             backend=cache.backend,
         )
@@ -258,7 +259,7 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         return
     if tensor.shape[2] != block_size:
         raise GeometryError(
-            "a cache's blocks have another number of rows than their tokens need",
+            "the number of rows in a cache's blocks does not match their tokens",
             layer=cache.name,
             tokens_per_state=str(spec.tokens_per_state),
             shape=tuple(tensor.shape),

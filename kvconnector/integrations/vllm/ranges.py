@@ -77,8 +77,8 @@ class RangeConnector(MultiConnector):
         policy = vllm_config.kv_transfer_config.get_from_extra_config("load_policy", LOAD_POLICY)
         if policy != LOAD_POLICY:
             raise ConfigError(
-                "kvconnector's MultiConnector has one load_policy: to load only the first hit, use vLLM's own, without"
-                " kv_connector_module_path",
+                "kvconnector's MultiConnector supports only this load_policy: to load only the first hit, use"
+                " vLLM's own MultiConnector, without kv_connector_module_path",
                 load_policy=policy,
                 known=LOAD_POLICY,
             )

@@ -104,8 +104,8 @@ class SchedulerHalf:
         foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
         if foreign:
             raise LocalError(
-                "KVConnector got another connector's handshake: only one of a MultiConnector's children may transfer"
-                " between engines",
+                "KVConnector received another connector's handshake: only one child of a MultiConnector may"
+                " transfer between engines",
                 found=sorted(foreign),
             )
         handshakes = [item.decode() for item in metadata.values()]
@@ -114,7 +114,7 @@ class SchedulerHalf:
             raise LocalError("the workers registered different cache groups", groups=groups)
         if self._started is not None:
             if handshakes != self._handshakes:
-                raise LocalError("the workers have registered before, with other caches")
+                raise LocalError("the workers have already registered, with other caches")
             return
         self._groups = groups.pop()
         self.partly_filled.register(self._groups, handshakes[0].worker.geometry.groups)
@@ -207,7 +207,8 @@ class SchedulerHalf:
         if engine not in self._unstated and len(self._unstated) < MAX_NOTED:
             self._unstated.add(engine)
             text = (
-                "offers of engine %s do not say with which adapter, cache salt or images they were computed (an earlier"
+                "offers of engine %s do not say with which adapter, cache salt or images they were computed"
+                " (an earlier"
                 " release, or a router that drops %s): they are loaded without a comparison of these"
             )
             logger.info(text, engine, CONTEXT)

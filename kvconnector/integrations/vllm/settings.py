@@ -150,7 +150,7 @@ def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
     port = control.port + index
     if port > MAX_PORT:
         raise ConfigError(
-            "a data-parallel rank listens on the control port plus its index, which exceeds the highest port",
+            "a data-parallel rank listens on the control port plus its index, and this sum exceeds the highest port",
             port=control.port,
             data_parallel_index=index,
         )

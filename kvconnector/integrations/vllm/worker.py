@@ -96,7 +96,8 @@ class WorkerHalf:
         """
         if not kv_caches or self._worker is not None:
             raise LocalError(
-                "caches are registered once, and at least one", rank=str(self._placement.rank)
+                "register the caches exactly once, and at least one cache",
+                rank=str(self._placement.rank),
             )
         device = next(iter(kv_caches.values())).device
         buffer = self._vllm_config.kv_transfer_config.kv_buffer_device
@@ -304,7 +305,7 @@ class WorkerHalf:
         try:
             if is_any(problem is not None, engine_groups(), wait_s) and problem is None:
                 problem = MemoryInUseError(
-                    "another rank of this engine cannot let go of its caches, as its log says"
+                    "another rank of this engine cannot release its caches: see that rank's log"
                 )
         except RuntimeError as error:
             problem = problem or MemoryInUseError(
@@ -312,7 +313,7 @@ class WorkerHalf:
                 waited_s=wait_s,
             )
         if problem is not None:
-            logger.error("the caches keep their memory: %s", problem)
+            logger.error("the caches' memory is not released: %s", problem)
             self.wake()
             raise problem
 
@@ -345,7 +346,7 @@ class WorkerHalf:
 
     def _registered(self) -> Worker:
         if self._worker is None:
-            raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
+            raise LocalError("call register_kv_caches first", rank=str(self._placement.rank))
         return self._worker
 
 

@@ -60,7 +60,9 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
         body = encoded[_HEADER.size :]
         header = _HEADER.pack(_MAGIC, zlib.crc32(body))
         if len(encoded) > MAX_ADDRESS_BYTES or encoded[: _HEADER.size] != header:
-            raise RemoteProtocolError("this is no UCX address", length_bytes=len(encoded))
+            raise RemoteProtocolError(
+                "these bytes are not a UCX address", length_bytes=len(encoded)
+            )
         try:
             return msgspec.msgpack.decode(body, type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:

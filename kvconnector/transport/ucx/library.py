@@ -104,7 +104,9 @@ def load_library(source: str = AUTO) -> UcxLibrary:
     """
     if source != AUTO and source not in SOURCES and "/" not in source:
         known = [AUTO, *SOURCES]
-        raise ConfigError("ucx.library is none of these, and no path", named=source, known=known)
+        raise ConfigError(
+            "ucx.library is neither one of these names nor a path", named=source, known=known
+        )
     with _lock:
         if not _loaded:
             _loaded.append(_first_usable() if source == AUTO else _load(source))
@@ -112,7 +114,9 @@ def load_library(source: str = AUTO) -> UcxLibrary:
         (loaded,) = _loaded
         if source not in (AUTO, loaded.source) and not _is_same(loaded.path, _find(source)):
             raise TransportError(
-                "a process uses one UCX, and has loaded another", loaded=loaded, named=source
+                "a process can use only one UCX, and this one has loaded another",
+                loaded=loaded,
+                named=source,
             )
         return loaded
 
@@ -139,7 +143,7 @@ def _first_usable() -> UcxLibrary:
             )
         return library
     raise TransportError(
-        'no UCX is found: pip install "kvconnector[ucx-cu12]" (ucx-cu13 for a driver of CUDA 13), or set ucx.library',
+        'no UCX was found: pip install "kvconnector[ucx-cu12]" (ucx-cu13 for a driver of CUDA 13), or set ucx.library',
         **reasons,
     )
 
@@ -189,7 +193,7 @@ def _load(source: str) -> UcxLibrary:
         return UcxLibrary(source, present)
     if present is not None and path.name.startswith("libucp.so"):
         raise TransportError(
-            "this process has loaded another UCX already, and both would share their halves",
+            "this process has already loaded another UCX, and the two would use parts of each other",
             loaded=str(present),
             named=str(path),
         )
@@ -230,7 +234,7 @@ def _existing(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern))
     if not found:
         raise TransportError(
-            "the package has no UCX where it is known to have it: its layout may have changed",
+            "the package has no UCX at the expected path: its layout may have changed",
             folder=str(folder),
             expected=pattern,
         )

@@ -99,5 +99,5 @@ def _pci_address(index: int) -> str:
     cuda, gpu, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
     cuda.cuInit(0)
     if cuda.cuDeviceGet(ctypes.byref(gpu), index) or cuda.cuDeviceGetPCIBusId(text, 32, gpu):
-        raise ConfigError("the CUDA driver does not say where a GPU is", gpu=index)
+        raise ConfigError("the CUDA driver does not report a GPU's PCI address", gpu=index)
     return text.value.decode().lower()

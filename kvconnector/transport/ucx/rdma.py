@@ -78,8 +78,9 @@ class RdmaChoice:
         unknown = [name for name in named.split(",") if name not in known_names and "[" not in name]
         if unknown:
             raise ConfigError(
-                "ucx.net_devices names what UCX cannot use: a device that is not there, is down or has no address, or"
-                " of a transport that UCX lacks",
+                "ucx.net_devices names a device that UCX cannot use: it does not exist, is down, has no"
+                " address, or belongs"
+                " to a transport that UCX lacks",
                 named=unknown,
                 usable=sorted(usable),
                 active_rdma_ports=sorted(active_rdma_ports()),
@@ -114,7 +115,7 @@ class RdmaChoice:
             return dict(options)
         if require_rdma or not tcp:
             raise ConfigError(f"UCX cannot use RDMA: {lack}", require_rdma=require_rdma, tcp=tcp)
-        logger.warning("KV caches travel between hosts by TCP, not by RDMA: %s", lack)
+        logger.warning("KV caches are sent between hosts over TCP, not over RDMA: %s", lack)
         return {**options, "NET_DEVICES": ",".join(tcp)}
 
     def explain(self, options: Mapping[str, str]) -> str:
@@ -163,7 +164,7 @@ class RdmaChoice:
         if ports and lanes not in self._warned:
             self._warned.add(lanes)
             logger.warning(
-                "KV caches travel between hosts by %s, although RDMA ports are active here (%s): %s",
+                "KV caches are sent between hosts over %s, although RDMA ports are active here (%s): %s",
                 lanes,
                 ", ".join(ports),
                 self.explain(options),

@@ -220,7 +220,7 @@ class UcxTransport:
         if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
             self._step()
             if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
-                raise PeerLostError("the peer takes no control messages any more")
+                raise PeerLostError("the peer no longer accepts control messages")
         if opened.lost is not None:
             raise opened.lost
         posted = self._libucp.tag_send(opened.handle, payload, len(payload), tag, host=True)

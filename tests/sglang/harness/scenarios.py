@@ -374,7 +374,7 @@ def mixed_up(pair, outcome):
     decode = pair.submit(other, ("decode",), room=room).decode
     pair.submit(one, ("prefill",), room=room).prefill.answer()
     answer, log = decode.answer(), pair.decode.log_text()
-    _check_failed(outcome, "another prompt", answer, log, errors.OtherPromptError)
+    _check_failed(outcome, "a different prompt", answer, log, errors.OtherPromptError)
     outcome.check("where to try again", "(retry: never)" in answer.error)
     pair.check_idle(outcome)
     pair.ask(outcome, "afterwards", other)

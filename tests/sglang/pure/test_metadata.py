@@ -120,7 +120,9 @@ def test_a_row_without_a_token_or_a_room_is_refused(name):
 def test_columns_of_different_numbers_of_rows_are_refused():
     pools = _pools()
     pools.args.aux_data_lens[1] //= 2
-    with pytest.raises(GeometryError, match=rf"differ in their rows.*{NUM_ROWS // 2}, {NUM_ROWS}"):
+    with pytest.raises(
+        GeometryError, match=rf"have different numbers of rows.*{NUM_ROWS // 2}, {NUM_ROWS}"
+    ):
         MetadataRows(pools.args, "cpu")
 
 

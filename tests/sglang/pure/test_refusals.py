@@ -181,7 +181,7 @@ def _pools(model=None, **changes):
     [
         (Model(), {"state_types": ["qsa_pending"]}, "does not transfer caches of these kinds"),
         (Model(), {"kv_item_lens": [100] * 8}, "does not fit its tokens and heads"),
-        (Model(), {"num_draft_entries": 2}, "another number of buffers"),
+        (Model(), {"num_draft_entries": 2}, "the number of buffers"),
         (Model(windows=(1,)), {"swa_kv_cache_layout": "hnd"}, "pages of"),
         (Model(states=(1,)), {"state_dim_per_tensor": [[7, 7]]}, "does not fit its channels"),
     ],
@@ -211,7 +211,7 @@ def test_a_decode_engine_has_no_more_stages_than_the_row_has_layers():
 def test_metadata_rows_are_alike():
     args = _pools().args
     args.aux_data_lens, args.aux_item_lens = [5, 6, 7], [1, 1, 1]
-    with pytest.raises(GeometryError, match="differ in their rows"):
+    with pytest.raises(GeometryError, match="have different numbers of rows"):
         MetadataRows(args, "cpu")
 
 

@@ -460,7 +460,7 @@ def test_a_directory_whose_usual_port_is_taken_listens_at_another_one(caplog):
         with closing(_open_directory(config, port, 0)) as second:
             assert second.address.startswith("tcp://127.0.0.1:")
             assert second.address != first.address
-    assert "the directory service listens at another port" in caplog.text
+    assert "the directory service listens on another port" in caplog.text
 
 
 @pytest.mark.ucx

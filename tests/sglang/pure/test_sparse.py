@@ -178,7 +178,7 @@ def _registered(model=V4, **changes):
         (V4, {"kv_layout": "v4,c4:v41_fp4,c128:v4"}, "in this layout"),
         (V4, {"mla_compression_ratios": (0, 128, 2, 128, 4)}, "rows of 4 and of 128"),
         (V4, {"page_size": 64}, "pages of 256 tokens"),
-        (V4, {"num_draft_entries": 1}, "draft models without any"),
+        (V4, {"num_draft_entries": 1}, "draft models that have none"),
         (V4, {"kv_layout": "uniform_fp8"}, "not that of its rows"),
         (V4, {"state_types": ["swa", "request_row"]}, "caches of these kinds"),
         (V4, {"state_types": ["swa_ring", "c128_state"]}, "caches of these kinds"),

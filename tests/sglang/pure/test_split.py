@@ -219,7 +219,7 @@ def test_other_engines_ask_nobody():
     ],
 )
 def test_a_layer_with_two_owners_or_none_is_refused(owners, wrong):
-    with pytest.raises(GeometryError, match="do not have each layer once") as refused:
+    with pytest.raises(GeometryError, match="do not hold each layer exactly once") as refused:
         _joined(_listed(owners))
     context = refused.value.context
     assert {name: context[name] for name in wrong} == wrong
@@ -231,7 +231,7 @@ def test_a_layer_that_the_model_has_not_is_refused():
         (groups, kinds, replace(shape, num_layers=6))
         for groups, kinds, shape in _listed([[0, 1, 2], [3, 4, 5, 6]], replace(MODEL, draft=0))
     ]
-    with pytest.raises(GeometryError, match="do not have each layer once") as refused:
+    with pytest.raises(GeometryError, match="do not hold each layer exactly once") as refused:
         _joined(listed)
     assert refused.value.context["unknown"] == [6]
 

@@ -95,9 +95,9 @@ def test_blocks_have_the_rows_of_their_tokens():
     assert EngineShape(block=256).first_blocks(DEEPSEEK_V4_PRO, 999) == [
         *[(3, 1), (0, 4), (0, 4), (0, 4), (3, 1), (3, 1), (3, 1)],
     ]
-    with pytest.raises(ConfigError, match="whole rows"):
+    with pytest.raises(ConfigError, match="multiple of a row's tokens"):
         engine_geometry(DEEPSEEK_V4_PRO, EngineShape(tp=2, dcp=2, block=256, interleave=64), "e")
-    with pytest.raises(ConfigError, match="by 4 or by 128"):
+    with pytest.raises(ConfigError, match="must be 4 or 128"):
         compressed_mla("other", [0, 8])
 
 

@@ -112,5 +112,5 @@ def test_loaded_chunks_are_hit_where_they_are_whole():
 
 
 def test_windows_and_chunks_exclude_each_other():
-    with pytest.raises(ConfigError, match="forgets in one way"):
+    with pytest.raises(ConfigError, match="only one of"):
         manager_of(8, sliding_window=10, attention_chunk_size=10)

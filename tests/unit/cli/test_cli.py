@@ -107,7 +107,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --prefill pp=99", "num_layers=32"),
         ("plan --prefill 2", "a value is missing"),
         ("doctor --peer 127.0.0.1", "HOST:PORT"),
-        ("doctor --params x.json --model qwen3-8b", "belong to --peer"),
+        ("doctor --params x.json --model qwen3-8b", "only with --peer"),
         ("bench transfer --connect 127.0.0.1", "HOST:PORT"),
         ("scripts/bench inferencex --bursts 0", "positive numbers"),
         ("plan --model nothing", "'nothing'"),

@@ -69,9 +69,9 @@ def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
 
 
 def test_a_workers_warnings_are_those_of_its_data_path():
-    path, _ = doctor_module.packed_findings(_pair("packed", ["a slot of staging memory less"]), "")
+    path, _ = doctor_module.packed_findings(_pair("packed", ["one staging slot less"]), "")
     assert path.verdict == "warn"
-    assert path.text == "a request went by: packed; a slot of staging memory less"
+    assert path.text == "a request went by: packed; one staging slot less"
 
 
 def test_copies_through_host_memory_are_a_warning_without_lanes():
@@ -294,7 +294,7 @@ def test_another_connectors_parameters_are_named_as_such(tmp_path):
 
 def test_keys_on_one_side_only_are_named_as_such():
     keys = CurveKeys.from_values(secret_key=KEY_PAIR[1], authorized_clients=[KEY_PAIR[0]])
-    with pytest.raises(AuthenticationError, match="runs without keys, and this engine with them"):
+    with pytest.raises(AuthenticationError, match="runs without keys, but this engine has keys"):
         check_server(keys, "tcp://10.0.0.5:1", "")
 
 

@@ -106,8 +106,8 @@ def test_blocks_of_another_layout_are_laid_out_anew(capsys, prefill, decode, nee
     cut = ("--prefill", prefill, "--decode", decode)
     assert planned(capsys, *cut)["comparison"]["needs_relayout"] is needed
     assert main(["plan", *cut]) == 0
-    verdict = "laid out anew" if needed else "copied as they are"
-    assert f"blocks are {verdict}" in capsys.readouterr().out.replace("\n", " ")
+    verdict = "change their layout" if needed else "are copied as they are"
+    assert f"blocks {verdict}" in capsys.readouterr().out.replace("\n", " ")
 
 
 def drawn_texts(path):
@@ -198,7 +198,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, capsys, text)
     [
         (("--layers", str(1 << 40)), "num_layers is 1 to 65536"),
         (("--decode", f"tp={1 << 40}"), "max_ranks=65536"),
-        (("--link", "nan"), "speed is positive"),
+        (("--link", "nan"), "--link must be positive"),
     ],
 )
 def test_impossible_sizes_are_refused_before_planning(capsys, arguments, words):
@@ -287,8 +287,8 @@ def test_two_types_are_planned_with_what_is_converted_and_the_bytes_of_the_narro
 
 def test_types_that_are_not_converted_are_refused(capsys):
     for arguments, words in (
-        (["--decode", "dtype=int8"], "elements of this type are not converted"),
-        (["--model", "deepseek-v3.2", "--decode", "dtype=bfloat16"], "bytes of several kinds"),
+        (["--decode", "dtype=int8"], "elements of this type cannot be converted"),
+        (["--model", "deepseek-v3.2", "--decode", "dtype=bfloat16"], "several kinds of bytes"),
         (
             ["--prefill", "dtype=bfloat16", "--decode", "dtype=float16"],
             "are not converted, since neither is fp8",

@@ -51,7 +51,7 @@ def test_a_repeated_frame_is_refused_and_the_next_one_opens():
     first, second = frames(b"first", b"second")
     opener = Opener(INBOX)
     opener.open(first)
-    with pytest.raises(ForgedMessageError, match="came again"):
+    with pytest.raises(ForgedMessageError, match="was repeated"):
         opener.open(first)
     assert opener.open(second) == b"second"
 

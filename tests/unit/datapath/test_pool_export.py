@@ -1,4 +1,4 @@
-"""A worker's export on the CPU, read back from its memory as by a peer, and exports that peers refuse."""
+"""A worker's export for the CPU, read back from its memory as by a peer, and exports that peers refuse."""
 
 import os
 
@@ -73,10 +73,10 @@ def test_an_export_matches_its_geometry(options):
 
 REFUSED = {
     "a board of three buckets": (lambda w: w.changed(num_buckets=3), "power of two"),
-    "CUDA without allocations": (lambda w: w.changed(device="cuda"), "on CUDA devices"),
+    "CUDA without allocations": (lambda w: w.changed(device="cuda"), "for a CUDA device"),
     "CUDA with shared pools": (
         lambda w: w.changed(device="cuda", allocations=(GPU,)),
-        "on the CPU",
+        "for the CPU",
     ),
     "memory that is not shared": (
         lambda w: w.changed(ranges=w.message.ranges[1:]),

@@ -149,7 +149,7 @@ def test_places_that_share_a_page_stay_packed(start):
     exporter, _ = start("cuda:0", segments={"sizes": sizes})
     exporter.unmap([3])
     exporter.map([3], other=1)
-    with pytest.raises(TransportError, match="one piece of memory"):
+    with pytest.raises(TransportError, match="same memory is mapped at two places"):
         exporter.export_again()
 
 

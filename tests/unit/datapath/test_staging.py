@@ -57,5 +57,5 @@ def test_caches_that_do_not_fit_their_geometry_are_refused():
     with pytest.raises(GeometryError, match="one view per part"):
         Pools([CacheGroup(group.geometry, {**group.views, 1: group.views[1][:1]})], "cpu")
     other = FakeEngine("e", attention_model(3, head_dim=8)).geometry().ranks[0]
-    with pytest.raises(GeometryError, match="does not have its part's"):
+    with pytest.raises(GeometryError, match="must have its part's"):
         Pools([CacheGroup(other.groups[0], group.views)], "cpu")

@@ -45,7 +45,7 @@ class ScriptedEngine:
         if not request.prompt:
             raise LocalError("a completion needs at least one prompt token")
         if request.kv_transfer_params == {"bad": 1}:
-            raise IncompatiblePeerError("another number of cache groups")
+            raise IncompatiblePeerError("a different number of cache groups")
         if request.kv_transfer_params == {"bug": 1}:
             raise ZeroDivisionError
         self.requests.append(request)

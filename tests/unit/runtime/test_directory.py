@@ -205,7 +205,7 @@ def answers_to_two(step, num_failures, monkeypatch, caplog):
 @pytest.mark.parametrize(
     "payload, refusal, words",
     [
-        (b"GET / HTTP/1.1\r\n", m.Refusal.NOT_GREETED, "these bytes are no kvconnector message"),
+        (b"GET / HTTP/1.1\r\n", m.Refusal.NOT_GREETED, "these bytes are not a kvconnector message"),
         (
             encode(m.DirectoryRequest(engine_id="p"))[:-3],
             m.Refusal.NOT_GREETED,

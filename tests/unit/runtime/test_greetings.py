@@ -87,7 +87,7 @@ def test_a_consumer_that_takes_no_message_as_long_as_the_export_reads_packed(cap
         assert greeted.producer.links.refusals.counts == {"AnswerTooLong": 1}
     (refused,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
     assert "its reads are packed: raise it on the decode engine" in refused
-    (told,) = [each.message for each in caplog.records if "says its engine" in each.message]
+    (told,) = [each.message for each in caplog.records if "because its engine says" in each.message]
     for text in (refused, told):
         assert f"control.max_message_bytes of both is {SMALL}" in text
 

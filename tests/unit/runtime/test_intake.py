@@ -44,10 +44,10 @@ def _hold(name, blocks):
 REFUSED = [
     *((_load("bad", blocks), "") for blocks in UNUSABLE),
     *((_hold("bad", blocks), "") for blocks in OUTSIDE),
-    (_load("bad", GroupBlocks.of([3, 3])), "blocks of request bad name one twice .*distinct=1"),
+    (_load("bad", GroupBlocks.of([3, 3])), "blocks of request bad name a block twice .*distinct=1"),
     (_load("bad", OUTSIDE[0]), "blocks of request bad are outside the pool"),
-    (HoldRequest("bad", "bad", "", (), 0), "another number of cache groups"),
-    (LoadRequest("bad", (), (), ()), "another number of cache groups"),
+    (HoldRequest("bad", "bad", "", (), 0), "a different number of cache groups"),
+    (LoadRequest("bad", (), (), ()), "a different number of cache groups"),
     (LoadRequest("bad", (), (GroupBlocks.of([1]),), ()), "every cache group"),
     # no message could carry them
     (
@@ -93,5 +93,5 @@ def test_only_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
 def test_orders_for_the_other_role_refuse_the_step(pools):
     want = WantRequest("w", "t", "", EngineAddress("p", "tcp://"))
     for order, role in ((want, "producer"), (WithdrawRequest("r"), "consumer")):
-        with pytest.raises(LocalError, match=f"a {role} takes no"):
+        with pytest.raises(LocalError, match=f"a {role} does not accept"):
             checked_orders(StepMetadata(orders=(order,)), pools, role, _note)

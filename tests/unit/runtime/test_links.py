@@ -594,11 +594,11 @@ def test_a_peer_that_sends_faster_than_its_turns_come_loses_its_link_alone(
     assert lost.link is flooder
     assert isinstance(lost.error, RemoteProtocolError)
     assert lost.error.context["max_waiting_bytes"] == 100_000
-    assert "faster than its turns come" in caplog.text
+    assert "faster than they can be handled" in caplog.text
     assert side.links.refusals.counts == {"RemoteProtocolError": 1}
     ((handle, goodbye),) = side.said
     assert handle == 1
-    assert "faster than its turns come" in goodbye.text
+    assert "faster than they can be handled" in goodbye.text
     # neither its messages that waited, nor a new link for those behind them in the same look
     assert {link for link, _ in side.links.poll()} == {quiet}
     assert [*side.links] == [quiet]

@@ -63,7 +63,7 @@ def test_a_last_rank_that_is_missing_is_noticed_by_its_heads():
         ({"blocks": [[1, "2"]]}, "block ids"),
         ({"blocks": [[1]]}, "do not hold these tokens"),
         ({"first_blocks": [1]}, "do not hold these tokens"),
-        ({"blocks": [[1, 1]]}, "name one twice"),
+        ({"blocks": [[1, 1]]}, "name a block twice"),
         ({"blocks": [[1, 2], [3, 4]]}, "of each cache group"),
         ({"first_blocks": [0, 0]}, "of each cache group"),
         ({"blocks": [1]}, "a list of block ids for each cache group"),
@@ -154,7 +154,7 @@ def test_a_lease_of_no_duration_is_refused(producer, lease_s):
 
 def test_a_request_is_offered_once_and_not_after_close(producer):
     producer.offer("r", blocks=[[1]], num_tokens=3)
-    with pytest.raises(LocalError, match="offered already"):
+    with pytest.raises(LocalError, match="already offered"):
         producer.offer("r", blocks=[[1]], num_tokens=3)
     producer.close()
     with pytest.raises(LocalError, match="is closed"):
@@ -219,7 +219,7 @@ def test_groups_that_keep_only_some_tokens_offer_these(blocks, first_blocks, is_
 
 @pytest.mark.parametrize("name", ["", "x" * 513, "half a pair: \ud800"])
 def test_an_id_that_no_message_can_carry_is_refused_and_leaves_nothing(producer, name):
-    with pytest.raises(LocalError, match="no message can carry"):
+    with pytest.raises(LocalError, match="a message cannot carry"):
         producer.offer(name, blocks=[[1, 2]], num_tokens=8)
     assert not producer.held
     assert producer.build_step().orders == ()

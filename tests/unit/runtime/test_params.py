@@ -98,14 +98,14 @@ def test_an_earlier_build_sees_another_number_of_groups():
 @pytest.mark.parametrize(
     "numbers, words",
     [
-        ("0,0,0", "another number of cache groups"),  # odd
-        ("0,0,0,1", "another number of cache groups"),  # no list would be shared
-        ("0", "another number of cache groups"),
-        ("0,0,0,0,1,2", "other lists"),
-        ("0,0,0,0,0,0", "other lists"),  # one list would be nobody's
-        ("0,0,0,1,1,5", "other lists"),
+        ("0,0,0", "a different number of cache groups"),  # odd
+        ("0,0,0,1", "a different number of cache groups"),  # no list would be shared
+        ("0", "a different number of cache groups"),
+        ("0,0,0,0,1,2", "do not match remote_block_ids"),
+        ("0,0,0,0,0,0", "do not match remote_block_ids"),  # one list would be nobody's
+        ("0,0,0,1,1,5", "do not match remote_block_ids"),
         ("0,0,0,0,1,4294967296", "cannot be used"),
-        (",".join(["0"] * (MAX_SHARING + 1) * 2), "another number of cache groups"),
+        (",".join(["0"] * (MAX_SHARING + 1) * 2), "a different number of cache groups"),
     ],
 )
 def test_numbers_of_lists_that_are_not_there_are_refused(numbers, words):

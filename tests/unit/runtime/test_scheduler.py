@@ -136,7 +136,7 @@ def test_a_producer_says_where_it_is_found(producer, scheduler):
 
 @pytest.mark.parametrize("output", [None, {}, "output"])
 def test_only_outputs_are_taken(scheduler, output):
-    with pytest.raises(LocalError, match="update takes what the aggregator returned"):
+    with pytest.raises(LocalError, match="update needs the output that the aggregator returned"):
         scheduler.update(output)
 
 
@@ -189,7 +189,7 @@ def test_offers_may_lack_optional_groups_or_have_more():
         assert len(order.token_ranges) == len(order.local_blocks) == 2
         assert len(order.remote_blocks) == len(offered)
     scheduler = consumer_scheduler(replace(shape, num_optional=0))
-    with pytest.raises(IncompatiblePeerError, match="another number of cache groups"):
+    with pytest.raises(IncompatiblePeerError, match="a different number of cache groups"):
         scheduler.on_new_request("w", PARAMS)
 
 
@@ -285,7 +285,7 @@ def test_whole_blocks_of_a_prefix_cache_are_whole_rows():
     params = {**PARAMS, "remote_block_ids": offered, "remote_num_tokens": 263}
     scheduler.on_new_request("w", params)
     scheduler.matched_tokens("w", 264, 142)
-    with pytest.raises(BlockIdError, match="whole rows"):
+    with pytest.raises(BlockIdError, match="multiple of row_tokens"):
         scheduler.load("w", blocks=offered, num_tokens=121, cache_block_tokens=[4, 6, 128])
     loaded = scheduler.load("w", blocks=offered, num_tokens=121, cache_block_tokens=[4, 8, 256])
     assert loaded == ((140, 263), (34, 65), (0, 2))
@@ -296,7 +296,7 @@ def test_retentions_count_the_rows_of_their_groups():
         [KeepsAll(), KeepsAll(), KeepsAll(128)],
         [KeepsAll(), KeepsWindow(4), KeepsAll(128)],
     ):
-        with pytest.raises(GeometryError, match="rows of the same tokens"):
+        with pytest.raises(GeometryError, match="the same row_tokens"):
             consumer_scheduler(COMPRESSED, wrong)
 
 
@@ -408,7 +408,7 @@ def test_a_failed_request_and_a_burst_of_them_are_one_log_line(scheduler, caplog
 def test_retentions_fit_the_groups():
     for retentions, text in (
         ([KeepsAll(), KeepsWindow(4)], "one retention per cache group"),
-        ([KeepsState()], "a state is one token"),
+        ([KeepsState()], "a block holds one state"),
     ):
         with pytest.raises(GeometryError, match=text):
             Scheduler(CONFIG, metadata_of(), retentions=retentions)
@@ -417,16 +417,16 @@ def test_retentions_fit_the_groups():
 def test_ranks_share_the_tokens_of_full_attention_alone():
     shape = FakeEngine("d", attention_model(), tp_size=2, dcp_size=2)
     for retention in (KeepsWindow(4), KeepsChunk(4)):
-        with pytest.raises(GeometryError, match="keep all of them, and of no others") as refused:
+        with pytest.raises(GeometryError, match="only in groups that keep all tokens") as refused:
             Scheduler(CONFIG, metadata_of(shape), retentions=[retention])
         assert refused.value.context["retention"] == retention
     assert _start(Scheduler(CONFIG, metadata_of(shape), retentions=[KeepsAll()])) == 7
 
 
 def test_each_role_refuses_the_other_s_requests(scheduler, producer):
-    with pytest.raises(LocalError, match="a consumer holds no"):
+    with pytest.raises(LocalError, match="role consumer cannot offer"):
         scheduler.offer("w", blocks=[[1]], num_tokens=3)
-    with pytest.raises(LocalError, match="a producer loads no"):
+    with pytest.raises(LocalError, match="role producer cannot load"):
         producer.on_new_request("w", PARAMS)
     producer.on_new_request("w", {"do_remote_decode": True})
 

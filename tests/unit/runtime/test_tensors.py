@@ -21,7 +21,7 @@ def test_a_latent_has_the_name_that_vllm_and_sglang_give_it():
     ours, same = (engine(name, kvc.cache_group(LATENT, part_names=["latent"])) for name in "de")
     topology = TpKVTopology(ours, Rank(0, 0))
     topology.check_compatible(same)
-    with pytest.raises(IncompatiblePeerError, match="they disagree in parts"):
+    with pytest.raises(IncompatiblePeerError, match="they differ in parts"):
         topology.check_compatible(engine("p", kvc.cache_group(LATENT)))
 
 

@@ -285,9 +285,9 @@ def test_a_with_statement_closes_the_worker(monkeypatch):
         worker.register(_caches())
         assert "open" in repr(worker)
     assert "closed" in repr(worker)
-    with pytest.raises(LocalError, match="close last"):
+    with pytest.raises(LocalError, match="do not call it after close"):
         worker.handshake()
-    with pytest.raises(LocalError, match="registered once"):
+    with pytest.raises(LocalError, match="registered only once"):
         worker.register(_caches())
 
 

@@ -39,13 +39,13 @@ class EncoderConnector(ECConnectorBase):
     @property
     def _scheduler(self) -> EncoderScheduler:
         if self._scheduler_half is None:
-            raise LocalError("a worker's connector has no scheduler half")
+            raise LocalError("a connector with the role of a worker has no scheduler half")
         return self._scheduler_half
 
     @property
     def _copies(self) -> EncoderCopies:
         if self._copies_half is None:
-            raise LocalError("a scheduler's connector has no worker half")
+            raise LocalError("a connector with the role of a scheduler has no worker half")
         return self._copies_half
 
     # -- worker --

@@ -41,7 +41,7 @@ class PoolShape:
         block_bytes = BLOCK_ROWS * row_elements * item_bytes
         if nbytes < block_bytes:
             raise ConfigError(
-                "the memory for encoder outputs holds not even one block of them: raise ec_cpu_bytes",
+                "the memory for encoder outputs is smaller than one block: raise ec_cpu_bytes",
                 ec_cpu_bytes=nbytes,
                 block_bytes=block_bytes,
             )

@@ -225,7 +225,7 @@ class EncoderScheduler:
         try:
             self._worker.close()
         except MemoryInUseError as error:
-            logger.warning("the memory of encoders' outputs stays mapped: %s", error)
+            logger.warning("the memory for encoder outputs stays mapped: %s", error)
         self._memory.close()
 
     # -- outputs of other engines --
@@ -262,13 +262,13 @@ class EncoderScheduler:
             raise want.failure
         if output is None and want.is_asked:
             raise RemoteError(
-                "an encoder's output has made room for others since it came", output=identifier
+                "an encoder's output was evicted to make room for others", output=identifier
             )
         if not want.is_waiting:  # it was there, and the request is to be computed again
             want.since, want.is_waiting = time.monotonic(), True
         if time.monotonic() - want.since > self._wait_s:
             raise TransferTimeoutError(
-                "an encoder's output did not come in time", output=identifier, wait_s=self._wait_s
+                "an encoder's output did not arrive in time", output=identifier, wait_s=self._wait_s
             )
 
     def _offer_of(self, request: Request, identifier: str) -> dict[str, Any] | None:
@@ -483,10 +483,12 @@ def _checked_shape(announced: dict[str, Any], num_embeddings: int) -> tuple[int,
     try:
         embeddings, width = msgspec.convert(shape, tuple[int, PositiveCount])
     except msgspec.ValidationError as error:
-        raise RemoteProtocolError("an offer has no shape of its output", shape=shape) from error
+        raise RemoteProtocolError(
+            "an offer does not state the shape of its output", shape=shape
+        ) from error
     if embeddings != num_embeddings or not embeddings:
         raise RemoteProtocolError(
-            "an offer has another number of embeddings than the prompt",
+            "an offer has a different number of embeddings than the prompt",
             offered=embeddings,
             prompt=num_embeddings,
         )
