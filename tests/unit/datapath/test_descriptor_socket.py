@@ -239,7 +239,7 @@ def test_a_producer_that_answers_byte_after_byte_is_given_up(tmp_path, monkeypat
         listener.setblocking(False)
         ends.callback(lambda: [client.close() for client in clients])
         monkeypatch.setattr(descriptor_socket, "time", SimpleNamespace(monotonic=clock))
-        with pytest.raises(TransportError, match="cannot be had") as error:
+        with pytest.raises(TransportError, match="does not give out its memory") as error:
             fetch_segments(str(tmp_path), NONCE, 7, range(2))
         assert isinstance(error.value.__cause__, TimeoutError)
         assert now_s == 100.0 + LIMIT_S / 4 + LIMIT_S
