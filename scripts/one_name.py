@@ -1,8 +1,8 @@
 """Fails when two modules of the package give one public name to two classes, functions or types, or two modules of the
-core to two constants.
+core to two constants; when two modules of the core have one file name; and when something has a name that was given up.
 
-A reader who searches for a name should find one thing. `SAME` lists the exceptions with their reasons: the same thing
-for another device, or entry points.
+A reader who searches for a name should find one thing, and find it under one name. `SAME` and `SAME_FILES` list the
+exceptions with their reasons: the same thing for another device, or entry points.
 """
 
 from __future__ import annotations
@@ -32,6 +32,21 @@ SAME = {
     "register": "entry points that others name",
     "run": "entry points of benchmarks and of the command line",
 }
+SAME_FILES = {
+    "address": "the control channel's, and UCX's own",
+    "cpu": "each kernel's for this device",
+    "export": "what travels of a worker's pools, and what makes it of them",
+    "library": "the library of C, and UCX's",
+    "naive": "each kernel's and the planner's oracle",
+    "triton": "each kernel's for this device",
+}
+GIVEN_UP = {
+    "begun": "producer_started",
+    "has_started": "producer_started",
+    "prefill_started": "producer_started",
+    "is_handshaking": "is_greeting",
+}
+"""Names that one thing had beside another."""
 
 
 def name_of(node: ast.stmt, *, takes_constants: bool) -> str:
@@ -67,17 +82,53 @@ def find_names() -> dict[str, list[str]]:
     return modules
 
 
-def main() -> int:
-    """Print the shared names; return 1 if one of them is not listed, or one that is listed is not shared."""
-    shared = {name: modules for name, modules in find_names().items() if len(modules) > 1}
+def find_files() -> dict[str, list[str]]:
+    """Return the modules of the core by their file's name."""
+    modules = defaultdict(list)
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("[!_]*.py")):
+            module = path.relative_to(ROOT).as_posix()
+            if not module.startswith(RIM):
+                modules[path.stem].append(module)
+    return modules
+
+
+def find_given_up() -> list[str]:
+    """Return complaints about attributes, functions and arguments whose names were given up."""
+    found = []
+    for path in sorted((ROOT / "kvconnector").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                name, line = node.attr, node.lineno
+            elif isinstance(node, ast.FunctionDef):
+                name, line = node.name, node.lineno
+            elif isinstance(node, ast.arg | ast.keyword):
+                name, line = node.arg or "", node.lineno
+            else:
+                continue
+            if name in GIVEN_UP:
+                found.append(f"{path.relative_to(ROOT)}:{line}: {name} is {GIVEN_UP[name]}")
+    return found
+
+
+def find_shared(modules: dict[str, list[str]], listed: dict[str, str]) -> list[str]:
+    """Return complaints about names of two things that are not listed, and listed ones that are of one."""
+    shared = {name: places for name, places in modules.items() if len(places) > 1}
     complaints = [
         f"{name}: two things, in {' and '.join(shared[name])}"
-        for name in sorted(set(shared) - set(SAME))
+        for name in sorted(set(shared) - set(listed))
     ]
     complaints += [
         f"{name}: is one thing now, and need not be listed"
-        for name in sorted(set(SAME) - set(shared))
+        for name in sorted(set(listed) - set(shared))
     ]
+    return complaints
+
+
+def main() -> int:
+    """Print the complaints; return 1 if there are any."""
+    complaints = find_shared(find_names(), SAME) + find_shared(find_files(), SAME_FILES)
+    complaints += find_given_up()
     print("\n".join(complaints) or "each public name is one thing")
     return 1 if complaints else 0
 

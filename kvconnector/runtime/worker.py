@@ -23,8 +23,8 @@ from kvconnector.errors import (
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import checked_orders, orders_with_blocks
-from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.runtime.tensors import cache_groups
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (

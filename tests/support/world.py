@@ -21,8 +21,8 @@ from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.engine import WorkerMetadata, directory_of
 from kvconnector.runtime.intake import checked_orders
-from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvconnector.datapath.device_memory import await_device
-from kvconnector.datapath.direct.segments import Mapping
+from kvconnector.datapath.direct.cuda_segments import Mapping
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import FABRIC_HANDLE_BYTES, IPC_HANDLE_BYTES, IpcAllocation
 

@@ -10,14 +10,14 @@ from functools import partial
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
-from kvconnector.datapath.direct.descriptor_socket import Segments, close_handles
-from kvconnector.datapath.direct.segments import (
+from kvconnector.datapath.direct.cuda_segments import (
     Mapping,
     check_num_segments,
     num_blocks_inside,
     runs_of,
     segments_of,
 )
+from kvconnector.datapath.direct.descriptor_socket import Segments, close_handles
 from kvconnector.datapath.direct.shared_memory import joined
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import TransportError

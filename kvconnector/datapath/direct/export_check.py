@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.direct.segments import areas_of
+from kvconnector.datapath.direct.cuda_segments import areas_of
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.layout import PART_TABLE_COLUMNS
 from kvconnector.topology import GroupGeometry, RankGeometry

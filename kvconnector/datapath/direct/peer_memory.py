@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
+from kvconnector.datapath.direct.cuda_segments import Area, areas_of, check_num_segments
 from kvconnector.datapath.direct.descriptor_socket import (
     MAX_ASKED,
     close_handles,
     fetch_descriptors,
     fetch_segments,
 )
-from kvconnector.datapath.direct.segments import Area, areas_of, check_num_segments
 from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport

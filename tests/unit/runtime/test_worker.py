@@ -16,7 +16,7 @@ import kvconnector as kvc
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import LocalError, WorkerStuckError
 from kvconnector.runtime import driver_thread
-from kvconnector.runtime.layers import StepLayers
+from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session import WorkerOutput
 from tests.support.waiting import until
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.layout.watermark import MIN_PIECE_BYTES
-from kvconnector.runtime.layers import StepLayers
+from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session.orders import GrowRequest
 from tests.support.fakes import FakeEngine, FakeGroup, FakeModel, FakePart
 

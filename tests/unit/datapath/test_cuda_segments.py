@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvconnector.datapath.direct import cuda_driver, descriptor_socket, peer_memory
-from kvconnector.datapath.direct import segments as segments_module
+from kvconnector.datapath.direct import cuda_driver, cuda_segments, descriptor_socket, peer_memory
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
-from kvconnector.datapath.direct.descriptor_socket import fetch_segments
-from kvconnector.datapath.direct.export import export_segments, memory_of
-from kvconnector.datapath.direct.peer_memory import map_segments
-from kvconnector.datapath.direct.segments import (
+from kvconnector.datapath.direct.cuda_segments import (
     Mapping,
     areas_of,
     num_blocks_inside,
     runs_of,
     segments_of,
 )
+from kvconnector.datapath.direct.descriptor_socket import fetch_segments
+from kvconnector.datapath.direct.export import export_segments, memory_of
+from kvconnector.datapath.direct.peer_memory import map_segments
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.wire.export import MAX_EXPORTED_SEGMENTS, PoolExport, SegmentRun
 from tests.support import fake_cuda
@@ -343,7 +342,7 @@ def test_more_segments_than_can_be_mapped_in_time_are_neither_exported_nor_asked
     there = cuda.lay_out([2 * MiB] * 5)
     ranges = [(there, there + 10 * MiB)]
     export = export_of(board, cuda, ranges)
-    monkeypatch.setattr(segments_module, "MAX_MAPPED_SEGMENTS", 4)
+    monkeypatch.setattr(cuda_segments, "MAX_MAPPED_SEGMENTS", 4)
     with pytest.raises(TransportError, match="allocate it in larger pieces") as refused:
         memory_of(CudaDriver(), ranges)
     assert refused.value.context == {"segments": 5, "most": 4}
@@ -355,7 +354,7 @@ def test_more_segments_than_can_be_mapped_in_time_are_neither_exported_nor_asked
         map_segments(export, "cuda:0", "", opened)
     assert not cuda.calls["export"]
     assert len(cuda.reserved) == 1  # of the producer
-    monkeypatch.setattr(segments_module, "MAX_MAPPED_SEGMENTS", 5)
+    monkeypatch.setattr(cuda_segments, "MAX_MAPPED_SEGMENTS", 5)
     with ExitStack() as opened:
         (area,), _ = map_segments(export_of(board, cuda, ranges), "cuda:0", "", opened)
     assert area[:2] == (there, 10 * MiB)
