@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.driver_lock import DriverLock
-from kvconnector.runtime import layers
+from kvconnector.runtime import step_layers
 from kvconnector.session import load
 from tests.integration.runtime_pair import same, until
 from tests.support.waiting import DEADLINE_S
@@ -20,7 +20,7 @@ DIRECT = {"paths": {"direct": "always"}}
 @pytest.mark.parametrize("direct, path", [("always", "direct"), ("never", "packed")])
 def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, path, monkeypatch):
     """Also, a producer may refuse direct reads."""
-    for module in (layers, load):
+    for module in (step_layers, load):
         monkeypatch.setattr(module, "MIN_PIECE_BYTES", 1)
     p = start("p", "producer", seed=1, shape={"tp_size": 2}, paths={"direct": direct})
     d = start("d", "consumer", shape={"block": 64, "layout": "NHD"}, **DIRECT)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvconnector.ids import new_secret
-from kvconnector.runtime import layers
+from kvconnector.runtime import step_layers
 from kvconnector.session import load
 from tests.property.deployments import (
     LONG_IDLE_S,
@@ -51,7 +51,7 @@ class Deployment(RuleBasedStateMachine):
     )
     def start(self, seed, shapes, differing):
         self.patch = pytest.MonkeyPatch()
-        for module in (layers, load):
+        for module in (step_layers, load):
             self.patch.setattr(module, "MIN_PIECE_BYTES", 1)
         self.world = World(seed=seed)
         self.shapes = shapes
