@@ -232,6 +232,30 @@ def test_a_connection_that_the_registry_closed_meanwhile_is_opened_again(registr
             assert asker.ask("GET", route_of(-1, -1))["dp_size"] == 1
 
 
+def test_a_registry_that_does_not_answer_on_a_new_connection_is_asked_once():
+    """Whoever waits would wait twice as long, and what is posted twice may count twice."""
+    accepted = []
+
+    def hang_up():
+        with suppress(OSError):  # closed
+            while True:
+                accepted.append(server.accept()[0])
+                accepted[-1].close()
+
+    with ExitStack() as ends:
+        server = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        ends.callback(thread.join)
+        ends.callback(server.shutdown, socket.SHUT_RDWR)
+        asker = Asker(HostPort("127.0.0.1", server.getsockname()[1]))
+        ends.callback(asker.close)
+        for number in (1, 2):
+            with pytest.raises(OSError, match=r"RemoteDisconnected|ConnectionResetError"):
+                asker.ask("GET", route_of(-1, -1))
+            assert len(accepted) == number
+
+
 def test_an_answer_that_is_too_long_is_refused(registry, monkeypatch):
     registry.rows = [_row(0, 1)]
     with closing(Asker(_at(registry))) as asker:

@@ -222,6 +222,24 @@ def test_a_flooding_peer_delays_others_by_a_bounded_number_of_its_messages(monke
         assert driver.links.has_arrived  # the flood goes on
 
 
+def test_a_full_queue_of_events_takes_no_message_more(monkeypatch):
+    with closing(World()) as world:
+        (worker,) = world.start(FakeEngine("p", MODEL), role="producer").workers
+        driver = worker.driver
+        peer = world.hub.open()
+        handle = peer.connect(worker.control.address)
+        for number in range(3):
+            peer.send(handle, encode(m.Heartbeat(transfers=(), number=number)))
+        monkeypatch.setattr(driver, "_work", lambda **_: True)  # it is late
+        events = driver.datapath.events
+        for queued, taken in ((MAX_QUEUED_EVENTS, 0), (MAX_QUEUED_EVENTS - 1, 1)):
+            events.extend([ev.Tick()] * (queued - len(events)))
+            while len(events) > queued:
+                events.pop()
+            driver.turn(0.0)
+            assert sum(isinstance(event, FromPeer) for event in events) == taken
+
+
 def test_few_bytes_are_decoded_before_what_was_taken_is_handled(monkeypatch):
     """Messages may be long, and an order waits while they are decoded."""
     with closing(World()) as world:
