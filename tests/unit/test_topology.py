@@ -247,6 +247,21 @@ def test_scales_of_heads_are_compared_head_by_head():
         topology(ours).check_compatible(other)
 
 
+@pytest.mark.parametrize(
+    "total, dcp_size, held",
+    [
+        (8, 1, [range(2), range(2, 4), range(4, 6), range(6, 8)]),
+        (6, 1, [range(1), range(1, 3), range(3, 4), range(4, 6)]),
+        (2, 1, [range(1), range(1), range(1, 2), range(1, 2)]),
+        # pairs of ranks share the tokens of their heads
+        (4, 2, [range(2), range(2), range(2, 4), range(2, 4)]),
+        (1, 4, [range(1)] * 4),
+    ],
+)
+def test_each_of_four_ranks_holds_a_run_of_heads(total, dcp_size, held):
+    assert [heads(total, rank, 4, dcp_size) for rank in range(4)] == held
+
+
 def test_many_engines_spread_over_the_replicas():
     engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
     read = {

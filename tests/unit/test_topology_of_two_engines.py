@@ -195,6 +195,8 @@ def test_replication_by_heads_and_in_any_way(whole, by_heads, in_any_way):
     "ours, theirs, needed",
     [
         (engine(), engine(tp_size=2), True),
+        (engine(), engine(block_size=32), True),
+        (engine(), engine(name="another"), False),
         (sharing(2, 4), sharing(2, 8), True),
         (stored("2BHND"), stored("2BNHD"), True),
         # the order of blocks, parts and layers does not change a block
