@@ -4,6 +4,7 @@ import random
 
 import torch
 
+from kvconnector.layout import GroupBlocks
 from tests.support.fakes import FakeCaches
 
 MAX_SLEEP_CYCLES = 1_000_000
@@ -68,4 +69,7 @@ class Sleeper:
             torch.cuda._sleep(self._random.randrange(MAX_SLEEP_CYCLES))
             event = torch.cuda.Event()
             event.record(self._stream)
-        worker.datapath.copies.order_after(event, None)
+        copies = worker.datapath.copies
+        counts = [min(count, 1 << 16) for count in copies.pools.num_blocks]
+        every_block = tuple(GroupBlocks.of(range(count)) for count in counts)
+        copies.order_after(event, [every_block])

@@ -111,9 +111,9 @@ class Copies:
         self._slots = slots
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
-    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
-        """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded; None stands
-        for the blocks of any request. Other copies may wait as well.
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks) -> None:
+        """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded. Others
+        may wait as well.
         """
 
     def make_fences(self, count: int) -> Fences:

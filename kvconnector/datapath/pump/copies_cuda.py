@@ -119,7 +119,7 @@ class CudaCopies(Copies):
         # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
-    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks) -> None:
         self._cuda.cuCtxSetCurrent(self.begin[1])
         self.streams.order_after(event, requests)
 
@@ -329,7 +329,7 @@ class CopyStreams:
         self.board, *self.copies = streams
         self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
 
-    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks | None) -> None:
+    def order_after(self, event: torch.cuda.Event, requests: RequestBlocks) -> None:
         # unlike torch's own calls these keep the GIL
         mark: int = event.cuda_event
         index, number = self.marks.add(requests)

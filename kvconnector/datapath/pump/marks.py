@@ -20,7 +20,7 @@ FREE_STREAM = 0
 class _Mark(NamedTuple):
     stream: int
     number: int
-    requests: RequestBlocks | None
+    requests: RequestBlocks
 
 
 class Marks:
@@ -42,9 +42,9 @@ class Marks:
         pending = ", ".join(f"{mark.number} on stream {mark.stream}" for mark in self._pending)
         return f"<Marks pending: {pending or 'none'}>"
 
-    def add(self, requests: RequestBlocks | None) -> tuple[int, int]:
+    def add(self, requests: RequestBlocks) -> tuple[int, int]:
         """Add a mark. Returns the stream that must wait for it, and the number that this stream must then set.
-        Kernels before the mark use the blocks of `requests`, or of any request if it is None.
+        Kernels before the mark use the blocks of `requests`.
         """
         self._forget_passed()
         self._turn = stream = self._turn % (len(self._passed) - 1) + 1
@@ -56,7 +56,7 @@ class Marks:
         """Return the stream for copies of a request's blocks, which waits for the last mark of that request, if any."""
         self._forget_passed()
         for mark in reversed(self._pending):
-            if mark.requests is None or any(_holds(held, blocks) for held in mark.requests):
+            if any(_holds(held, blocks) for held in mark.requests):
                 return mark.stream
         return FREE_STREAM
 
