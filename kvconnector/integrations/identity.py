@@ -21,6 +21,8 @@ _WORDS = {
 }
 
 DIGEST_BYTES = 16
+OF_SGLANG = "sglang "
+"""What SGLang's names of media begin with. No other engine's do."""
 
 
 def digest_of(tokens: Sequence[int]) -> str:
@@ -48,7 +50,9 @@ GREEDY = drawing_digest([0.0, 1.0, 0, 0.0, 1.0, None, None, None, None])
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """What the cache of a prompt's first `num_tokens` tokens depends on: their digest, and their context."""
+    """What the cache of a prompt's first `num_tokens` tokens depends on: their digest, and their context, a name for
+    each part that the prompt has. Of a part whose name is "" no more is known than that the prompt has it.
+    """
 
     num_tokens: int
     tokens_digest: str
@@ -111,13 +115,18 @@ def context_differences(offered: Mapping[str, str], own: Mapping[str, str]) -> l
     return [
         _WORDS.get(name, name)
         for name in sorted(offered.keys() | own.keys())
-        if offered.get(name) != own.get(name)
-        and not (name == "media" and _are_other_names(offered, own))
+        if offered.get(name) != own.get(name) and not _are_other_names(name, offered, own)
     ]
 
 
-def _are_other_names(offered: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Return True if both have media, which the two engines name in different ways."""
-    names = [each.get("media", "").rpartition(":")[0] for each in (offered, own)]
-    is_known = names[0] == names[1] and all(names)
-    return "media" in offered and "media" in own and not is_known
+def _are_other_names(name: str, offered: Mapping[str, str], own: Mapping[str, str]) -> bool:
+    """Return True if both have a part, and nothing says that the two engines would name equal ones alike."""
+    if name not in offered or name not in own:
+        return False
+    names = offered[name], own[name]
+    if name != "media":
+        return not all(names)
+    if names[0].startswith(OF_SGLANG) != names[1].startswith(OF_SGLANG):
+        return False  # the two kinds of engine give an image different tokens, too
+    spaces = [each.rpartition(":")[0].removeprefix(OF_SGLANG) for each in names]
+    return spaces[0] != spaces[1] or not all(spaces)

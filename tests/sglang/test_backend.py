@@ -19,12 +19,13 @@ from kvconnector.errors import (
     LeaseExpiredError,
     LocalError,
     MemoryInUseError,
+    OtherPromptError,
     RemoteError,
     TransferAbortedError,
 )
-from kvconnector.integrations.identity import digest_of
+from kvconnector.integrations.identity import content_digest, digest_of
 from kvconnector.integrations.sglang import release_or_raise
-from kvconnector.integrations.sglang.digests import PromptDigests
+from kvconnector.integrations.sglang.media import FIRST_MEDIA_TOKEN
 from tests.sglang.listed import hybrid_pool, listed
 from tests.sglang.pure.registry import PrefillApi, Registry
 from tests.support.ports import free_ports
@@ -183,6 +184,8 @@ def backend(monkeypatch):
     monkeypatch.setattr(backend, "attention_backends", lambda: ("torch_native", "torch_native"))
     weights = SimpleNamespace(quantization_param_path=None)
     monkeypatch.setattr(backend, "get_model", lambda: weights)
+    media = SimpleNamespace(mm_feature_transport=None)
+    monkeypatch.setattr(backend, "get_mm", lambda: media)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
     serving = SimpleNamespace(host="127.0.0.1", port=1, api_key=None)
     monkeypatch.setattr(backend, "get_serving", lambda: serving)
@@ -207,10 +210,11 @@ def sides(backend, request):
         yield made
 
 
-def request_of(prompt):
+def request_of(prompt, **fields):
     """Return what the hooks look at in SGLang's request."""
     plain = dict.fromkeys(("lora_id", "cache_salt", "multimodal_inputs", "input_embeds"))
-    return SimpleNamespace(origin_input_ids=prompt, **plain)
+    plain |= {"bootstrap_host": "127.0.0.1", "disagg_prefill_dp_rank": None}
+    return SimpleNamespace(origin_input_ids=prompt, **plain | fields)
 
 
 def _asked(backend, sides):
@@ -289,26 +293,30 @@ def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
     assert not hasattr(sender, "prompt_end")
 
 
-@pytest.mark.parametrize("is_again", [False, True])
-def test_a_request_knows_its_prompt_and_its_models_tokens(backend, is_again):
-    """What is computed again, after a retraction, has the answer so far, too: it is not compared."""
-    receiver = backend.LoadedPrompt.__new__(backend.LoadedPrompt)
-    receiver.prompt_tokens = 0
-    receiver.is_computed_again = is_again
-    receiver.kv_mgr = SimpleNamespace(digests=PromptDigests())
-    scheduler = SimpleNamespace(
-        sliding_window_size=None,
-        forward_stream=None,
-        enable_overlap=False,
-        model_config=SimpleNamespace(vocab_size=99),
-    )
-    decode_req = SimpleNamespace(kv_receiver=receiver, req=request_of([4, 5, 6]))
-    backend.note_length(SimpleNamespace(scheduler=scheduler), decode_req, range(3))
-    assert receiver.num_tokens == 3
-    assert receiver.prompt_tokens == (0 if is_again else 3)
-    if not is_again:
-        known = receiver.prompt_digest(), receiver.context, receiver.vocab_size
-        assert known == (digest_of([4, 5, 6]), {}, 99)
+def _servers(adapters):
+    """Return SGLang's scheduler as far as it knows adapters: `adapters` maps their ids to their names."""
+    refs = {each: SimpleNamespace(lora_name=name) for each, name in adapters.items()}
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs=refs))
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+
+
+def test_a_receiver_knows_its_prompt_and_its_models_tokens(backend):
+    with closing(Side(backend, "decode", 32, "cpu")) as side:
+        receiver = backend.KVReceiver(side.manager, "127.0.0.1:1", 5)
+        decode_req = SimpleNamespace(kv_receiver=receiver, req=request_of([4, 5, 6]))
+        queue = SimpleNamespace(kv_manager=side.manager, scheduler=_servers({}))
+        made = backend.create_receiver(lambda *_, **__: decode_req, queue, decode_req.req)
+        assert made is decode_req
+        scheduler = SimpleNamespace(
+            sliding_window_size=None,
+            forward_stream=None,
+            enable_overlap=False,
+            model_config=SimpleNamespace(vocab_size=99),
+        )
+        backend.note_length(SimpleNamespace(scheduler=scheduler), decode_req, range(3))
+        identity = receiver.identity()
+        assert (identity.num_tokens, identity.tokens_digest) == (3, digest_of([4, 5, 6]))
+        assert (identity.context, receiver.num_tokens, receiver.vocab_size) == ({}, 3, 99)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 5000])
@@ -326,19 +334,151 @@ def test_a_sender_that_sglang_creates_has_the_digest_of_its_prompt(
             transfer_backend=None,
             tp_rank=0,  # SGLang 0.5.21 names its ranks to the sender
             pp_rank=0,
+            scheduler=None,
             _check_if_req_exceed_kv_capacity=lambda _: False,
             _process_req=lambda _: None,
         )
-        request = SimpleNamespace(
-            origin_input_ids=array("q", range(num_tokens)),
-            bootstrap_host="127.0.0.1",
-            bootstrap_room=5,
-            disagg_prefill_dp_rank=None,
-        )
+        request = request_of(array("q", range(num_tokens)), bootstrap_room=5)
         assert queues.PrefillBootstrapQueue.create_sender(queue, request, 1)
         sender = request.disagg_kv_sender
-        assert sender.prompt_digest() == digest_of(range(num_tokens))
+        assert sender.identity().tokens_digest == digest_of(range(num_tokens))
         sender.clear()
+
+
+IMAGE_TOKEN = 90
+
+
+def _with_image(pixels):
+    """Return a request's fields for a prompt with an image of 8 tokens, as SGLang's scheduler makes them."""
+    from sglang.srt.managers.mm_utils import MultiModalityDataPaddingPatternMultimodalTokens
+    from sglang.srt.managers.schedule_batch import (
+        MM_PAD_SHIFT_VALUE,
+        Modality,
+        MultimodalDataItem,
+        MultimodalInputs,
+    )
+
+    item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(2, 9)])
+    item.set_pad_value()
+    media = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_TOKEN)
+    tokens = array("q", [5, 6, *[IMAGE_TOKEN] * 8, 7])
+    padded = MultiModalityDataPaddingPatternMultimodalTokens().pad_input_tokens(tokens, media)
+    assert (len(padded), padded[0], padded[-1]) == (11, 5, 7)
+    assert min(padded[2:10]) >= MM_PAD_SHIFT_VALUE == FIRST_MEDIA_TOKEN
+    return {"prompt": array("q", padded), "multimodal_inputs": media}
+
+
+def _pixels(seed, rounding=0.0):
+    return torch.rand(16, 12, generator=torch.Generator().manual_seed(seed)) + rounding
+
+
+def _prompts(case):
+    """Return the fields of two requests in one room, and what an error must name; "" if their caches are equal."""
+    text = {"prompt": array("q", [5, 6, 7])}
+    adapters = {"1" * 32: "sql", "2" * 32: "sql", "3" * 32: "poems"}
+    one, same, other = (text | {"lora_id": each} for each in adapters)
+    image, equal, another = (_with_image(_pixels(seed)) for seed in (1, 1, 2))
+    return {
+        "one adapter under two ids": (one, same, ""),
+        "another adapter": (one, other, "adapter"),
+        "no adapter": (text, other, "adapter"),
+        "one image": (image, equal, ""),
+        "another image": (image, another, "images or other media"),
+        "one salt": (text | {"cache_salt": "a"}, text | {"cache_salt": "a"}, ""),
+        "another salt": (text | {"cache_salt": "a"}, text | {"cache_salt": "b"}, "cache salt"),
+        "another namespace of the prefix cache": (text | {"extra_key": "a"}, text, ""),
+        "other embeddings": (
+            text | {"input_embeds": [[0.5]] * 3},
+            text | {"input_embeds": [[0.5], [0.5], [0.25]]},
+            "embeddings",
+        ),
+    }[case], _servers(adapters)
+
+
+def _moved(backend, sides, requests, scheduler):
+    """Move a small prompt between two requests in one room, with what the hooks of both servers make of them."""
+    prefill, decode = sides
+    room = secrets.randbits(62) + 1
+    address = f"127.0.0.1:{backend.get_disagg().disaggregation_bootstrap_port}"
+    sent, read = (
+        request_of(**each, bootstrap_room=room, output_ids=[7], sampling_params=GREEDY)
+        for each in requests
+    )
+
+    def make_sender(*_):
+        sent.disagg_kv_sender = backend.KVSender(prefill.manager, address, room)
+        return True
+
+    def make_receiver(*_, **__):
+        return SimpleNamespace(
+            kv_receiver=backend.KVReceiver(decode.manager, address, room), req=read
+        )
+
+    queue = SimpleNamespace(kv_manager=prefill.manager, scheduler=scheduler)
+    assert backend.create_sender(make_sender, queue, sent)
+    queue = SimpleNamespace(kv_manager=decode.manager, scheduler=scheduler)
+    receiver = backend.create_receiver(make_receiver, queue, read).kv_receiver
+    sender, count = sent.disagg_kv_sender, len(sent.origin_input_ids)
+    sender.init(1, SENT_ROW)
+    receiver.num_tokens = count
+    receiver.init(0)
+    sent.multimodal_inputs = None  # as SGLang does once a request is finished
+    prefill.metadata.bootstrap_room[SENT_ROW, 0] = room
+    backend.note_end(None, sent)
+    sender.send(prefill.pages[:1], [], count)
+    _until(WAITING, receiver)
+    receiver.send_metadata(decode.pages[:1], READ_ROW, [], 0)
+    return sender, receiver
+
+
+GREEDY = SimpleNamespace(top_k=1, repetition_penalty=1.0)
+PROMPTS = (
+    *("one adapter under two ids", "another adapter", "no adapter", "one image", "another image"),
+    *("one salt", "another salt", "another namespace of the prefix cache", "other embeddings"),
+)
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_a_prompt_computed_with_another_adapter_image_or_salt_is_refused(backend, case):
+    (sent, read, differs), scheduler = _prompts(case)
+    with _sides(backend, "cpu") as sides:
+        sender, receiver = _moved(backend, sides, (sent, read), scheduler)
+        _until(SUCCESS, sender)
+        if not differs:
+            _until(SUCCESS, receiver)
+            return
+        _until(FAILED, receiver)
+        with pytest.raises(OtherPromptError) as refused:
+            receiver.failure_exception()
+        assert refused.value.context["differs_in"] == differs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SGLANG_MM_SKIP_COMPUTE_HASH": "1"},
+        {"SGLANG_IMAGE_MAX_PIXELS": "1000"},
+        {"image_processor_backend": "pil"},
+        {"mm_feature_transport": "cuda_ipc"},
+    ],
+    ids=str,
+)
+def test_images_are_not_compared_between_servers_that_may_name_one_in_two_ways(
+    backend, monkeypatch, change
+):
+    """As where their processors round otherwise, or their names are drawn."""
+    requests = _with_image(_pixels(1)), _with_image(_pixels(1, rounding=1e-6))
+    with closing(Side(backend, "prefill", 16, "cpu")) as prefill:
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                if name.isupper():
+                    patch.setenv(name, value)
+                else:
+                    patch.setattr(backend.get_mm(), name, value, raising=False)
+            decode = Side(backend, "decode", 32, "cpu")
+        with closing(decode):
+            sender, receiver = _moved(backend, (prefill, decode), requests, None)
+            _until(SUCCESS, sender, receiver)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -449,6 +589,7 @@ class _PreallocQueue:
         self.of_sglang = DecodePreallocQueue
         self.kv_manager, self.queue, self.pending_reqs = manager, [], []
         self.transfer_backend, self.tp_rank, self.token_to_kv_pool_allocator = None, 0, None
+        self.scheduler = _servers({})
         self._backend = backend
 
     def __getattr__(self, name):
@@ -484,11 +625,9 @@ def _retracted(backend, room, **fields):
         sampling_params=SimpleNamespace(**dict.fromkeys(f"{names} {flags}".split(), 0)),
         disagg_prefill_dp_rank=None,
         priority=None,
-        extra_key=None,
-        cache_salt=None,
         routing_key=None,
-        multimodal_inputs=None,
-        **fields,
+        **dict.fromkeys(("extra_key", "cache_salt", "lora_id", "multimodal_inputs", "input_embeds"))
+        | fields,
     )
 
 
@@ -547,6 +686,33 @@ def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, que
             assert req.bootstrap_room not in {room, first_room}, "each retraction has its own room"
 
 
+def test_a_retracted_prompt_is_computed_again_with_its_adapter(backend, monkeypatch, queue_of):
+    """SGLang leaves the adapter out, so the prefill server would compute the prompt of the model alone."""
+    own, served = "1" * 32, closing(PrefillApi())
+    with served as api:
+        _serve_at(backend, monkeypatch, api.port)
+        with _sides(backend, "cpu") as (_, decode):
+            queue = queue_of(decode.manager)
+            queue.scheduler = _servers({own: "sql"})
+            req = _retracted(backend, 5, lora_id=own, extra_key=f"tenant{own}", cache_salt="s")
+            assert "lora_path" not in req.build_rebootstrap_payload()
+            queue.add(req, is_rebootstrap=True)
+            (decode_req,) = queue.queue
+            until_s = time.monotonic() + LIMIT_S
+            while not api.asked:
+                assert decode_req.kv_receiver.poll() == BOOTSTRAPPING
+                assert time.monotonic() < until_s
+            payload = api.asked.popleft()
+            named = payload["lora_path"], payload["extra_key"], payload["cache_salt"]
+            assert named == ("sql", "tenant", "s")
+            identity = decode_req.kv_receiver.identity()
+            assert identity.tokens_digest == digest_of(payload["input_ids"])
+            salt, adapter = content_digest(b"s"), content_digest(b"sql")
+            assert identity.context == {"salt": salt, "adapter": adapter}
+            api.answers.set()
+            decode_req.kv_receiver.abort()
+
+
 def test_a_retracted_prompt_that_no_server_computes_fails_alone(backend, monkeypatch, queue_of):
     _serve_at(backend, monkeypatch, free_ports())
     with _sides(backend, "cpu") as (_, decode):
@@ -555,8 +721,13 @@ def test_a_retracted_prompt_that_no_server_computes_fails_alone(backend, monkeyp
         with_images = _retracted(backend, 6)
         with_images.multimodal_inputs = object()
         queue.add(with_images, is_rebootstrap=True)
+        queue.add(_retracted(backend, 7, input_embeds=[[0.5]] * 5), is_rebootstrap=True)
+        queue.add(_retracted(backend, 8, lora_id="1" * 32), is_rebootstrap=True)
         for decode_req, error, text in zip(
-            queue.queue, (RemoteError, LocalError), ("not compute", "images"), strict=True
+            queue.queue,
+            (RemoteError, LocalError, LocalError, LocalError),
+            ("not compute", "images", "embeddings", "not loaded"),
+            strict=True,
         ):
             _until(FAILED, decode_req.kv_receiver)
             with pytest.raises(error, match=text):

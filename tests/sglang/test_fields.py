@@ -158,7 +158,6 @@ def test_the_client_learns_which_field_is_wrong(queues, field, value, text):
         ("return_logprob", "log probabilities"),
         ("return_hidden_states", "hidden states"),
         ("return_sampling_mask", "sampling mask"),
-        ("lora_id", "adapter"),
         ("multimodal_inputs", "images"),
         ("input_embeds", "embeddings"),
     ],

@@ -1,7 +1,8 @@
 """The classes that SGLang requires of a transfer backend. Only this file imports SGLang's transfer interface.
 
 `transfers.py` has the life of a request. `send_metadata` passes neither the prompt's length nor the window's, so on the
-decode side a hook notes both on the receiver first.
+decode side a hook notes both on the receiver first. Other hooks note what a prompt's cache depends on, of which SGLang
+tells a backend nothing: on both sides when the request gets its sender or receiver.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.arg_groups.fields.mm import Mm
 from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
@@ -41,6 +44,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import (
     attention_backends,
     get_disagg,
+    get_mm,
     get_model,
     get_parallel,
     get_serving,
@@ -50,8 +54,10 @@ from torch import distributed
 
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
+from kvconnector.integrations.identity import Identity
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
+from kvconnector.integrations.sglang.media import feature_namespace
 from kvconnector.integrations.sglang.metadata import name_columns
 from kvconnector.integrations.sglang.numbers import ELEMENTS, numbers_of_pool
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
@@ -88,6 +94,16 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 RELEASE, RESUME = f"{UPDATER}.release_memory_occupation", f"{UPDATER}.resume_memory_occupation"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
+
+FEATURE_PACKAGES = (
+    *("sglang", "torch", "torchvision", "transformers", "pillow", "numpy"),
+    *("decord", "decord2", "torchcodec", "av", "opencv-python-headless"),
+)
+FEATURE_OPTIONS = (
+    *("model_path", "revision", "tokenizer_path", "trust_remote_code"),
+    *("dtype", "rl_on_policy_target"),
+)
+"""What else decides which numbers an image becomes: packages, and options that SGLang lists elsewhere."""
 
 
 class PrefillInfos:
@@ -146,6 +162,7 @@ class KVManager(RankTransfers, BaseKVManager):
             api_key=get_serving().api_key or "",
         )
         self.dp_size = dp_size
+        self.media_namespace = _namespace_of(server_args)
         self.enable_deferred_decode_kv_release = not is_prefill
         if is_prefill:
             method = parallel.load_balance_method
@@ -307,12 +324,34 @@ def _manager_of(scheduler: Any) -> KVManager | None:
 def create_sender(
     original: Callable[..., bool], queue: Any, req: Any, *arguments: Any, **options: Any
 ) -> bool:
-    """Begin with what the end of a prompt will need of its tokens: a hook around SGLang's method of this name."""
+    """Begin with what the end of a prompt will say of it: a hook around SGLang's method of this name."""
     is_created = original(queue, req, *arguments, **options)
     sender = getattr(req, "disagg_kv_sender", None)
     if is_created and isinstance(sender, SentPrompt):
-        sender.prompt_digest = queue.kv_manager.digests.begin(req.origin_input_ids)
+        sender.identity = _begin_identity(queue, req, req.origin_input_ids)
     return is_created
+
+
+def _begin_identity(queue: Any, req: Any, tokens: Sequence[int]) -> Callable[[], Identity]:
+    """Begin to make the identity of a request's prompt, or of what it had so far when SGLang retracted it."""
+    manager: KVManager = queue.kv_manager
+    context = context_of(
+        req, adapter=_adapter_of(queue.scheduler, req), namespace=manager.media_namespace
+    )
+    return manager.identities.begin(tokens, context, req.input_embeds)
+
+
+def _adapter_of(scheduler: Any, req: Any) -> str:
+    """Return the name by which clients ask for a request's adapter, which has another id in each server; "" if it has
+    none, or SGLang keeps the names elsewhere.
+    """
+    if req.lora_id is None:
+        return ""
+    try:
+        loaded = scheduler.tp_worker.model_runner.lora_manager.lora_refs
+        return loaded[req.lora_id].lora_name or ""
+    except (AttributeError, KeyError):
+        return ""
 
 
 def create_receiver(
@@ -320,8 +359,9 @@ def create_receiver(
 ) -> Any:
     """Give the receiver what its constructor has no arguments for: a hook around `_create_receiver_and_enqueue`.
 
-    That is the prefill rank that the router named and, if SGLang retracted the request and has its prompt computed
-    again (`is_rebootstrap`), what to ask the prefill server for. This is a transfer of its own, with a room of its own.
+    That is the prefill rank that the router named, what the prompt's cache depends on and, if SGLang retracted the
+    request and has its prompt computed again (`is_rebootstrap`), what to ask the prefill server for. This is a transfer
+    of its own, with a room of its own.
     """
     is_again = is_rebootstrap and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
     if is_again and req.bootstrap_room is not None:
@@ -329,28 +369,48 @@ def create_receiver(
         _note_trace(queue, req)
     decode_req = original(queue, req, is_rebootstrap=is_rebootstrap)
     receiver = decode_req.kv_receiver
+    if not isinstance(receiver, LoadedPrompt):
+        return decode_req
     receiver.dp_rank = req.disagg_prefill_dp_rank
     if not is_again:
+        receiver.identity = _begin_identity(queue, req, req.origin_input_ids)
         return decode_req
-    receiver.is_computed_again = True
-    if receiver.is_of_named_engine:
-        receiver.fail(
-            LocalError(
-                "a retracted prompt is computed again by an SGLang server only, and this request's prefill"
-                " engine is of"
-                " another kind",
-                rid=req.rid,
-            )
-        )
-    elif req.multimodal_inputs is not None:
-        receiver.fail(
-            LocalError(
-                "SGLang would have a prompt with images computed again without them", rid=req.rid
-            )
-        )
-    elif queue.kv_manager.leads:
-        receiver.recompute = req.build_rebootstrap_payload()
+    problem, payload = _recomputation_of(queue, req, receiver)
+    if problem:
+        receiver.fail(LocalError(problem, rid=req.rid))
+        return decode_req
+    receiver.identity = _begin_identity(queue, req, payload["input_ids"])
+    if queue.kv_manager.leads:
+        receiver.recompute = payload
     return decode_req
+
+
+def _recomputation_of(
+    queue: Any, req: Any, receiver: LoadedPrompt
+) -> tuple[str, Mapping[str, Any]]:
+    """Return why a retracted prompt cannot be computed again, or "" and what to ask its prefill server for.
+
+    SGLang leaves out adapters, media and embeddings: the server would compute another prompt.
+    """
+    if receiver.is_of_named_engine:
+        return (
+            "a retracted prompt is computed again by an SGLang server only, and this request's prefill engine is of"
+            " another kind"
+        ), {}
+    if req.multimodal_inputs is not None or req.input_embeds is not None:
+        return (
+            "SGLang would have a prompt with images or embeddings computed again without them",
+            {},
+        )
+    payload = req.build_rebootstrap_payload()
+    if req.lora_id is None:
+        return "", payload
+    adapter = _adapter_of(queue.scheduler, req)
+    if not adapter:
+        return "a retracted prompt's adapter is not loaded any more", {}
+    # each server appends its own id of the adapter
+    key = (req.extra_key or "").removesuffix(req.lora_id) or None
+    return "", payload | {"lora_path": adapter, "extra_key": key}
 
 
 def _note_trace(queue: Any, req: Any) -> None:
@@ -362,17 +422,13 @@ def _note_trace(queue: Any, req: Any) -> None:
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
-    """Record a prompt's length, tokens, window and stream on its receiver: a hook before `_send_kv_metadata`.
+    """Record a prompt's length, window and stream on its receiver: a hook before `_send_kv_metadata`.
 
     `kv_indices` has one entry for each token after the cached prefix, which has `decode_prefix_len` tokens.
     """
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
-    if isinstance(receiver, LoadedPrompt) and not receiver.is_computed_again:
-        prompt = decode_req.req.origin_input_ids
-        receiver.prompt_tokens = len(prompt)
-        receiver.prompt_digest = receiver.kv_mgr.digests.begin(prompt)
-        receiver.context = context_of(decode_req.req)
+    if isinstance(receiver, LoadedPrompt):
         receiver.vocab_size = scheduler.model_config.vocab_size
     receiver.window_tokens = scheduler.sliding_window_size
     # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
@@ -380,12 +436,10 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
 
 
 def note_end(buffers: Any, req: Any) -> None:
-    """Record the end of a prompt on its sender: a hook before `set_buf`, which fills the row of metadata, that only
-    decode engines of SGLang read.
-    """
+    """Record the end of a prompt on its sender: a hook before `set_buf`, which fills the row of metadata."""
     sender = req.disagg_kv_sender
-    if isinstance(sender, SentPrompt):
-        sender.prompt_end = prompt_end_of(req, sender.prompt_digest())
+    if isinstance(sender, SentPrompt) and sender.identity is not None:
+        sender.prompt_end = prompt_end_of(req, sender.identity())
 
 
 def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:
@@ -483,6 +537,29 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
             _is_sparse(args) and bool(envs.SGLANG_OPT_SM120_DIRECT_SWA_KV.get())
         ),
     }
+
+
+def _namespace_of(server_args: Any) -> str:
+    """Return `feature_namespace` of this server; "" also where encoders of their own send what media become."""
+    if getattr(get_disagg(), "language_only", False):
+        return ""
+    options = get_mm()
+    device = server_args.device
+    made_by = [
+        *map(_installed, FEATURE_PACKAGES),
+        *(getattr(server_args, name, None) for name in FEATURE_OPTIONS),
+        torch.cuda.get_device_name() if device == "cuda" else device,
+        torch.backends.cpu.get_cpu_capability(),
+    ]
+    found = {name: getattr(options, name, None) for name in Mm.__struct_fields__}
+    return feature_namespace(found, os.environ, made_by=made_by)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _is_sparse(args: KVArgs) -> bool:

@@ -18,7 +18,6 @@ UNKNOWN_ELSEWHERE = {
     "return_hidden_states": "the prompt's hidden states",
     "return_sampling_mask": "the first token's sampling mask",
     "return_routed_experts": "the prompt's routed experts",
-    "lora_id": "an adapter, which is not compared with the other engine's",
     "multimodal_inputs": "images or other media, which are not compared",
     "input_embeds": "embeddings, which are not compared",
 }

@@ -15,7 +15,10 @@ from kvconnector.integrations.identity import (
     content_digest,
     drawing_digest,
 )
+from kvconnector.integrations.sglang.media import media_name
 
+MAX_ADAPTER = 512
+"""Characters of an adapter's name that are compared, as in the other kind of engine."""
 TOP_K_ALL = 1 << 30
 """SGLang's `top_k` for the whole vocabulary; its 1 stands for greedy sampling."""
 _UNSHARED = (
@@ -32,31 +35,25 @@ _UNSHARED = (
 """Sampling parameters that may change the first token in ways that the two kinds of engine do not share."""
 
 
-def context_of(req: Any) -> dict[str, str]:
-    """Return what a request's cache depends on besides its tokens, as `identity.Identity` has it."""
+def context_of(req: Any, *, adapter: str, namespace: str) -> dict[str, str]:
+    """Return what a request's cache depends on besides its tokens, as `identity.Identity` has it, without embeddings.
+
+    SGLang's `extra_key` only names a part of the prefix cache. Servers add names of their own to it.
+
+    Args:
+        req: SGLang's request.
+        adapter: The name by which its client asked for its adapter; "" if it has none, or one whose name is not known.
+        namespace: See `media.feature_namespace`.
+    """
     context = {}
     if req.lora_id is not None:
-        context["adapter"] = content_digest(f"sglang {req.lora_id}".encode(errors="replace"))
+        name = adapter[:MAX_ADAPTER].encode(errors="replace")
+        context["adapter"] = content_digest(name) if name else ""
     if req.cache_salt:
         context["salt"] = content_digest(req.cache_salt.encode("utf-8", "surrogatepass"))
     if req.multimodal_inputs is not None:
-        context["media"] = "sglang:"  # named in no way that another kind of engine has
-    if req.input_embeds is not None:
-        context["embeds"] = "sglang"
+        context["media"] = media_name(req.multimodal_inputs.mm_items, namespace)
     return context
-
-
-def shared_identity(identity: Identity) -> Identity:
-    """Return what two servers of SGLang both know of a prompt's identity. Each draws a name of its own for an adapter,
-    and may put other numbers in the place of the same image.
-    """
-    own_words = [name for name in ("adapter", "media", "embeds") if name in identity.context]
-    has_media = "media" in own_words or "embeds" in own_words
-    return Identity(
-        identity.num_tokens,
-        "" if has_media else identity.tokens_digest,
-        identity.context | dict.fromkeys(own_words, ""),
-    )
 
 
 def digest_of_drawing(params: Any) -> str:
@@ -72,15 +69,15 @@ def digest_of_drawing(params: Any) -> str:
     return drawing_digest([*shape, params.repetition_penalty, None, None, None, None])
 
 
-def prompt_end_of(req: Any, tokens_digest: str) -> bytes:
+def prompt_end_of(req: Any, computed: Identity) -> bytes:
     """Return the end of a request's prompt, encoded: what was computed, and the token that was sampled.
 
     Args:
         req: SGLang's request, whose prompt is computed.
-        tokens_digest: `identity.digest_of` of its prompt.
+        computed: The prompt's identity.
     """
-    num_tokens = len(req.origin_input_ids)
-    computed = Identity(num_tokens, tokens_digest, context_of(req))
     drawn = digest_of_drawing(req.sampling_params)
+    if getattr(req, "custom_logit_processor", None):
+        drawn = ""
     token = int(req.output_ids[0]) if drawn and req.output_ids else None
-    return msgspec.msgpack.encode(PromptEnd(token, drawn, num_tokens, computed))
+    return msgspec.msgpack.encode(PromptEnd(token, drawn, computed.num_tokens, computed))

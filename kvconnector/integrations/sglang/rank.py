@@ -18,7 +18,7 @@ from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
-from kvconnector.integrations.sglang.digests import PromptDigests
+from kvconnector.integrations.sglang.digests import PromptIdentities
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.recompute import Recomputer
 from kvconnector.integrations.sglang.registry import Finder, Poster
@@ -122,7 +122,7 @@ class RankTransfers:
         )
         with ExitStack() as started:
             started.callback(self.worker.close)
-            self.digests = started.enter_context(closing(PromptDigests()))
+            self.identities = started.enter_context(closing(PromptIdentities()))
             # engines of other kinds have no rows of metadata
             num_optional = sum(kind.is_draft or kind.kind == "row" for kind in kinds)
             self.worker.register(groups, num_optional=num_optional)

@@ -57,7 +57,6 @@ from kvconnector.errors import (
 )
 from kvconnector.integrations.identity import Identity, PromptEnd, compare_identities
 from kvconnector.integrations.sglang.fields import named_engine
-from kvconnector.integrations.sglang.prompt_end import shared_identity
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
@@ -109,8 +108,8 @@ class RoomTransfer:
         self._names = self.request_id, *transfer_names(self.room)
         self.prompt_end = b""
         """What the prefill engine says of the prompt at its end, to decode engines of another kind."""
-        self.prompt_digest: Callable[[], str] = str
-        """Returns the digest of the prompt's tokens, which such an engine compares; "" before our hook has run."""
+        self.identity: Callable[[], Identity] | None = None
+        """Returns what the prompt's cache depends on; None before our hook has run."""
         self.held_s = 0.0
         """Seconds that a prompt's transfer took, once it has ended."""
         self._row = 0
@@ -313,9 +312,6 @@ class LoadedPrompt(RoomTransfer):
     recompute: Mapping[str, object] | None = None
     """What to ask the prefill server for, if this rank has to ask: SGLang retracted the prompt, and its prefill engine
     computes it again."""
-    is_computed_again = False
-    """True if SGLang retracted the prompt: what the prefill engine computes then has the answer so far, too, and is not
-    compared."""
     abort_notified = True
     """SGLang's name: its deferred release may ask the manager whether the pages of a failed request are free."""
     bootstrap_infos: tuple[object, ...] = ()
@@ -330,10 +326,6 @@ class LoadedPrompt(RoomTransfer):
         self.stage = Stage.BOOTSTRAPPING
         self.is_of_named_engine = bool(named_engine(bootstrap_addr))
         """True if the router named the engine itself, which is of another kind."""
-        self.prompt_tokens = 0
-        self.context: Mapping[str, str] = {}
-        """The prompt's length, 0 if it is not compared with what the prefill engine computed, and what else its cache
-        depends on."""
         self._is_sought = False
         self._registry: HostPort | None = None
         self._find_until_s = 0.0
@@ -474,8 +466,8 @@ class LoadedPrompt(RoomTransfer):
         """
         with self.kv_mgr.after():
             end = PromptEnd.decode(self.prompt_end)
-            if end.identity is not None and self.prompt_tokens:
-                self._compare(end.identity)
+            if end.identity is not None and self.identity is not None:
+                compare_identities(end.identity, (self.identity(),))
             if self.kv_mgr.rows.spread(self._row):
                 return
             token = end.token
@@ -491,12 +483,6 @@ class LoadedPrompt(RoomTransfer):
                     vocab_size=self.vocab_size,
                 )
             self.kv_mgr.rows.put_first_token(self._row, token, self.room)
-
-    def _compare(self, computed: Identity) -> None:
-        own = Identity(self.prompt_tokens, self.prompt_digest(), dict(self.context))
-        if not self.is_of_named_engine:
-            computed, own = shared_identity(computed), shared_identity(own)
-        compare_identities(computed, (own,))
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""

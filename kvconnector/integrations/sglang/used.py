@@ -173,11 +173,23 @@ ENTRIES: tuple[Entry, ...] = (
     Mentioned(
         "srt/managers/schedule_batch.py",
         (
-            *("return_logprob", "return_hidden_states", "return_routed_experts", "lora_id"),
+            *("return_logprob", "return_hidden_states", "return_routed_experts"),
             *("multimodal_inputs", "input_embeds", "origin_input_ids", "output_ids"),
-            *("cache_salt", "sampling_params", "disagg_kv_sender"),
+            *("sampling_params", "disagg_kv_sender", "custom_logit_processor"),
         ),
     ),
+    # what a prompt's cache depends on, and what a retracted prompt is computed again from
+    Mentioned("srt/managers/schedule_batch.py", ("lora_id", "cache_salt", "extra_key")),
+    Name("srt/managers/schedule_batch.py:Req.build_rebootstrap_payload"),
+    Fields("srt/managers/io_struct.py:GenerateReqInput", ("lora_path", "extra_key", "cache_salt")),
+    Mentioned("srt/managers/scheduler.py", ("tp_worker", "model_runner", "lora_manager")),
+    Mentioned("srt/lora/lora_manager.py", ("lora_refs",)),
+    Fields("srt/lora/lora_registry.py:LoRARef", ("lora_id", "lora_name")),
+    Fields("srt/managers/schedule_batch.py:MultimodalInputs", ("mm_items",)),
+    Fields("srt/managers/schedule_batch.py:MultimodalDataItem", ("modality", "hash")),
+    Mentioned("srt/managers/schedule_batch.py", ("MM_PAD_SHIFT_VALUE",)),
+    Name("srt/arg_groups/fields/mm.py:Mm"),
+    Name(f"{CONTEXT}:get_mm"),
     Mentioned(
         COMMON,
         (

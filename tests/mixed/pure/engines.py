@@ -183,7 +183,6 @@ def want(decode, prefill, room, prompt):
     found = [LoadedPrompt(rank, prefill.where, room) for rank in decode.ranks]
     for each in found:
         each.vocab_size = VOCABULARY
-        each.prompt_tokens = len(prompt)
-        each.prompt_digest = each.kv_mgr.digests.begin(prompt)
+        each.identity = each.kv_mgr.identities.begin(prompt, {})
         each.init(0)
     return found

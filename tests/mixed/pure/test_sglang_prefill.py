@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnector.integrations.identity import GREEDY, PromptEnd, digest_of
-from kvconnector.integrations.sglang.prompt_end import TOP_K_ALL, prompt_end_of
+from kvconnector.integrations.identity import GREEDY, PromptEnd, content_digest, digest_of
+from kvconnector.integrations.sglang.digests import identity_of
+from kvconnector.integrations.sglang.prompt_end import TOP_K_ALL, context_of, prompt_end_of
 from kvconnector.integrations.sglang.transfers import Stage
+from kvconnector.wire.messages import MAX_EXTRA_BYTES
 from tests.mixed.pure.engines import DecodeEngine, NamedPools
 from tests.sglang.pure.engines import DEADLINE_S, Engine
 from tests.sglang.pure.engines import Pair as SglangPair
@@ -76,7 +78,9 @@ def _request(**changes):
         ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params")
     )
     params = {**greedy, **none, "repetition_penalty": 1.0, "min_new_tokens": 0}
-    own = {"lora_id": None, "cache_salt": None, "multimodal_inputs": None, "input_embeds": None}
+    own = dict.fromkeys(
+        ("lora_id", "cache_salt", "multimodal_inputs", "input_embeds", "custom_logit_processor")
+    )
     return SimpleNamespace(
         origin_input_ids=changes.pop("prompt", [3, 5, 8]),
         output_ids=changes.pop("output_ids", [77]),
@@ -87,7 +91,8 @@ def _request(**changes):
 
 def _end_of(**changes):
     req = _request(**changes)
-    return prompt_end_of(req, digest_of(req.origin_input_ids))
+    context = context_of(req, adapter="a" * 600, namespace="0" * 16)
+    return prompt_end_of(req, identity_of(req.origin_input_ids, context, req.input_embeds))
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda tokens: array("q", tokens)])
@@ -105,6 +110,7 @@ def test_the_end_says_what_was_computed_and_the_greedy_token(kind):
         {"min_new_tokens": 2},
         {"repetition_penalty": 1.1},
         {"custom_params": {"x": 1}},
+        {"custom_logit_processor": "code"},
     ],
     ids=str,
 )
@@ -123,11 +129,23 @@ def test_a_sampled_token_has_the_digest_of_its_distribution():
     assert len({one, other, GREEDY}) == 3
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("lora_id", "a"), ("cache_salt", "s"), ("multimodal_inputs", 1), ("input_embeds", [[0.1]])],
-)
-def test_what_a_cache_depends_on_besides_tokens_is_said(name, value):
-    end = _end_of(**{name: value})
-    assert PromptEnd.decode(end).identity.context
-    assert len(end) <= 256
+IMAGE = SimpleNamespace(mm_items=[SimpleNamespace(modality=SimpleNamespace(name="IMAGE"), hash=7)])
+DEPENDS = {"lora_id": "0" * 32, "cache_salt": "s", "multimodal_inputs": IMAGE}
+DEPENDS["input_embeds"] = [[0.1]]
+
+
+def test_what_a_cache_depends_on_besides_tokens_is_said_and_fits_into_a_report():
+    for name, value in DEPENDS.items():
+        assert len(PromptEnd.decode(_end_of(**{name: value})).identity.context) == 1
+    end = _end_of(**DEPENDS, prompt=range(1_000_000), output_ids=[1_000_000])
+    assert PromptEnd.decode(end).identity.context.keys() == {"adapter", "salt", "media", "embeds"}
+    assert len(end) <= MAX_EXTRA_BYTES
+
+
+def test_an_adapter_has_the_name_that_vllm_gives_it():
+    """By that name it is compared between the two kinds of engine."""
+    for name in ("sql", "\ud800", "x" * 600):
+        context = context_of(_request(lora_id="0" * 32), adapter=name, namespace="")
+        shown = name[:512].encode(errors="replace").decode()  # as `PromptContexts.of` makes it
+        assert context == {"adapter": content_digest(shown.encode())}
+    assert context_of(_request(lora_id="1"), adapter="", namespace="") == {"adapter": ""}

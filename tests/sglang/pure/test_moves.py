@@ -150,7 +150,7 @@ def test_ranks_of_context_parallelism_are_copies_that_are_read_in_turns(model, d
 
 
 PROMPT = [5, 6, 7]
-IMAGE, EMBEDS = {"media": "sglang:"}, {"embeds": "sglang"}
+HERE, THERE = "sglang 1:", "sglang 2:"
 COMPARED = {
     "the same": (PROMPT, {}, PROMPT, {}, ""),
     "the same salt": (PROMPT, {"salt": "a"}, PROMPT, {"salt": "a"}, ""),
@@ -158,15 +158,29 @@ COMPARED = {
     "a longer prompt": ([*PROMPT, 8], {}, PROMPT, {}, "length"),
     "another salt": (PROMPT, {"salt": "a"}, PROMPT, {"salt": "b"}, "cache salt"),
     "no salt": (PROMPT, {"salt": "a"}, PROMPT, {}, "cache salt"),
-    # each server draws its own name for an adapter
-    "an adapter": (PROMPT, {"adapter": "a"}, PROMPT, {"adapter": "b"}, ""),
+    "an adapter": (PROMPT, {"adapter": "a"}, PROMPT, {"adapter": "a"}, ""),
+    "another adapter": (PROMPT, {"adapter": "a"}, PROMPT, {"adapter": "b"}, "adapter"),
     "no adapter": (PROMPT, {"adapter": "a"}, PROMPT, {}, "adapter"),
-    "other tokens with an adapter": (PROMPT, {"adapter": "a"}, [1], {"adapter": "b"}, "length"),
-    # in whose place each server may put other numbers
-    "an image": (PROMPT, IMAGE, [5, 9, 7], IMAGE, ""),
-    "no image": (PROMPT, IMAGE, PROMPT, {}, "images"),
-    "embeddings": (PROMPT, EMBEDS, [0, 0, 0], EMBEDS, ""),
-    "no embeddings": (PROMPT, {}, PROMPT, EMBEDS, "embeddings"),
+    "an adapter without a name": (PROMPT, {"adapter": "a"}, PROMPT, {"adapter": ""}, ""),
+    "no adapter, without a name": (PROMPT, {}, PROMPT, {"adapter": ""}, "adapter"),
+    "an image": (PROMPT, {"media": f"{HERE}a"}, PROMPT, {"media": f"{HERE}a"}, ""),
+    "another image": (PROMPT, {"media": f"{HERE}a"}, PROMPT, {"media": f"{HERE}b"}, "images"),
+    "an image that is named otherwise": (
+        *(PROMPT, {"media": f"{HERE}a"}),
+        *(PROMPT, {"media": f"{THERE}b"}, ""),
+    ),
+    "images without names": (PROMPT, {"media": "sglang :"}, PROMPT, {"media": f"{HERE}b"}, ""),
+    "no image": (PROMPT, {"media": f"{HERE}a"}, PROMPT, {}, "images"),
+    "other tokens with images": (
+        *(PROMPT, {"media": "sglang :"}),
+        *([5, 6, 8], {"media": f"{HERE}b"}, "tokens"),
+    ),
+    "another kind's image": (
+        *(PROMPT, {"media": f"{HERE}a"}),
+        *(PROMPT, {"media": "1:a"}, "images"),
+    ),
+    "other embeddings": (PROMPT, {"embeds": "a"}, PROMPT, {"embeds": "b"}, "embeddings"),
+    "no embeddings": (PROMPT, {}, PROMPT, {"embeds": "a"}, "embeddings"),
 }
 
 
@@ -179,8 +193,7 @@ def test_another_prompt_is_refused(*, computed, theirs, own, ours, differs):
         for each in sent:
             each.prompt_end = msgspec.msgpack.encode(PromptEnd(7, "", len(computed), identity))
         for each in wanted:
-            each.prompt_tokens, each.context = len(own), ours
-            each.prompt_digest = lambda: digest_of(own)
+            each.identity = lambda: Identity(len(own), digest_of(own), ours)
         pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
         pair.load(wanted, DECODE_PAGES, 3)
         stages = pair.until_over(*sent, *wanted)
