@@ -7,6 +7,7 @@ import time
 from array import array
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -578,6 +579,38 @@ def test_a_decode_engine_that_would_free_pages_in_use_is_refused(backend, monkey
         Side(backend, "decode", 32, "cpu")
     with closing(Side(backend, "prefill", 16, "cpu")):
         pass
+
+
+def test_a_failed_requests_pages_are_kept_as_long_as_a_load_writes_to_them(
+    backend, sides, monkeypatch
+):
+    """By SGLang's own queue, which frees them after a time, too: while a load's worker hangs, or all is stopped."""
+    from sglang.srt.disaggregation import decode as of_sglang
+
+    _, decode = sides
+    _, _, receiver = _asked(backend, sides)
+    queue = of_sglang.DecodeTransferQueue.__new__(of_sglang.DecodeTransferQueue)
+    freed, is_safe = [], []
+    queue.deferred_kv_release_timeout, queue._deferred_releases = 0.0, []
+    queue.enable_host_receive, queue.gloo_group = False, None
+    queue._release_request = freed.append
+    queue.metadata_buffers = queue.req_to_metadata_buffer_idx_allocator = Mock()
+    queue.enable_staging, queue._observe_deferred_kv_release = False, Mock()
+    monkeypatch.setattr(of_sglang, "all_reduce_flags", lambda flags, **_: flags, raising=False)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(decode.manager, "is_abort_release_safe", lambda *_: bool(is_safe))
+    decode_req = SimpleNamespace(
+        kv_receiver=receiver,
+        req=SimpleNamespace(bootstrap_room=receiver.room),
+        metadata_buffer_index=0,
+        host_staged=False,
+    )
+    queue._defer_release(decode_req)
+    queue.resolve_deferred_releases()
+    assert not freed
+    is_safe.append(True)
+    queue.resolve_deferred_releases()
+    assert freed == [decode_req]
 
 
 class _PreallocQueue:

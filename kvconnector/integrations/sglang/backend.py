@@ -8,6 +8,7 @@ tells a backend nothing: on both sides when the request gets its sender or recei
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 CREATE_RECEIVER = f"{DECODE_QUEUE}._create_receiver_and_enqueue"
 CREATE_SENDER = f"{PREFILL_QUEUE}.create_sender"
 SEND_METADATA = f"{DECODE_QUEUE}._send_kv_metadata"
+DEFER_RELEASE = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
 BUFFERS = "sglang.srt.disaggregation.utils.MetadataBuffers"
 METADATA, COLUMNS = f"{BUFFERS}.set_buf", f"{BUFFERS}.get_buf_infos"
 REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
@@ -255,6 +257,7 @@ def hook_queues() -> None:
     """
     HookRegistry.register(COLUMNS, name_columns, HookType.AFTER)
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+    HookRegistry.register(DEFER_RELEASE, keep_until_safe, HookType.BEFORE)
     HookRegistry.register(METADATA, note_end, HookType.BEFORE)
     HookRegistry.register(CREATE_SENDER, create_sender, HookType.AROUND)
     HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)
@@ -433,6 +436,15 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     receiver.window_tokens = scheduler.sliding_window_size
     # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
+
+
+def keep_until_safe(queue: Any, decode_req: Any) -> None:
+    """Let a failed request keep its pages until nothing writes to them, however long that takes: a hook before
+    `_defer_release`. SGLang would free them after a time, which also passes while this process is stopped. A load of
+    ours ends by deadlines of its own.
+    """
+    if isinstance(decode_req.kv_receiver, LoadedPrompt):
+        queue.deferred_kv_release_timeout = math.inf
 
 
 def note_end(buffers: Any, req: Any) -> None:

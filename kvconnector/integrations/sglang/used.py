@@ -121,6 +121,8 @@ ENTRIES: tuple[Entry, ...] = (
     Used(CALLERS, "kv_manager", f"{CONN}:BaseKVManager", MANAGER, OF_REFUSED),
     # what it hooks and asks
     Name(f"{DECODE}:DecodePreallocQueue._send_kv_metadata", ("decode_req", "kv_indices")),
+    Name(f"{DECODE}:DecodeTransferQueue._defer_release", ("decode_req",)),
+    Mentioned(DECODE, ("deferred_kv_release_timeout",)),
     Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue.create_sender", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
