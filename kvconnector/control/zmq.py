@@ -30,8 +30,10 @@ a message has no handle, so its loss is not reported. Each channel has a ZMQ con
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
+from contextlib import ExitStack
 from functools import partial
 
 import zmq
@@ -43,9 +45,11 @@ from kvconnector.control.security import CurveKeys, Security, check_key
 from kvconnector.control.waker import Descriptors, Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
 from kvconnector.control.zmq_outgoing import OutgoingConnection
-from kvconnector.control.zmq_sockets import milliseconds
+from kvconnector.control.zmq_sockets import cannot_open, milliseconds
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
+NUM_DESCRIPTORS = 16
+"""More than a channel needs before any connection."""
 MAX_SOCKETS = 1 << 14
 """Three sockets per outgoing connection. File descriptors, of which a connection takes five, run out first."""
 _INCOMING = PeerHandle(0)
@@ -64,6 +68,7 @@ class ControlChannel:
 
     Raises:
         ConfigError: a malformed or contradicting address, or the port cannot be bound.
+        TransportError: no descriptor is free.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class ControlChannel:
         limits: ControlLimits,
     ) -> None:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
+        _check_descriptors(bind)
         self.security = security
         self.max_message_bytes = limits.max_message_bytes
         self._limits = limits
@@ -310,6 +316,16 @@ class ControlChannel:
         if not (timeout_s and self.is_settled):
             return 0.0
         return min(timeout_s, max(0.0, self._deadlines.next_deadline() - time.monotonic()))
+
+
+def _check_descriptors(bind: HostPort) -> None:
+    """Raise TransportError if the process may not open as many files as a channel needs: libzmq would abort it."""
+    with ExitStack() as opened:
+        try:
+            for _ in range(NUM_DESCRIPTORS):
+                opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
+        except OSError as error:
+            raise cannot_open("a control channel", error, address=str(bind)) from error
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:

@@ -153,8 +153,8 @@ class Authorizer:
         self.socket.close()
 
 
-def cannot_open(what: str, error: zmq.ZMQError, **context: object) -> TransportError:
-    """Return the error for sockets that libzmq does not make, such as those of "a control connection"."""
+def cannot_open(what: str, error: zmq.ZMQError | OSError, **context: object) -> TransportError:
+    """Return the error for sockets that cannot be made, such as those of "a control connection"."""
     no_file = error.errno in (errno.EMFILE, errno.ENFILE)
     hint = ": raise the limit of open files (ulimit -n)" if no_file else ""
     return TransportError(f"cannot open {what}: {error}{hint}", **context)

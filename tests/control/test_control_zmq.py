@@ -543,6 +543,72 @@ class ManyConnections:
             return str(error)
         return "no error"
 
+    def open_with_few(self):
+        """Open channels where so many files and more may be opened. Returns the errors' texts, "" for none."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        texts = []
+        for few in range(20):
+            limit = len(os.listdir("/proc/self/fd")) + few
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                open_channel(OURS).close()
+                texts.append("")
+            except TransportError as error:
+                texts.append(str(error))
+        return texts
+
+    def serve_without_descriptors(self):
+        """Let strangers use up what this process may open. Returns the messages that came meanwhile."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limits = small_limits(connect_timeout_s=1.0, linger_s=0.0)
+        near, far = open_channel(OURS, limits), open_channel(OURS, limits)
+        recorder = Recorder(near, far)
+        handle, _ = recorder.link(near, far)
+        place = parse_address(far.address)
+        strangers = [socket.socket() for _ in range(40)]
+        limit = len(os.listdir("/proc/self/fd")) + 10
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        for stranger in strangers:
+            stranger.setblocking(False)
+            stranger.connect_ex((place.host, place.port))
+        recorder.until(has_no_descriptor)
+        near.send(handle, b"meanwhile")
+        recorder.wait_payloads(far, 1)
+        came = recorder.payloads(far)
+        for stranger in strangers:
+            stranger.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        recorder.link(near, far)
+        return came
+
+
+def has_no_descriptor():
+    try:
+        os.close(os.eventfd(0))
+    except OSError:
+        return True
+    return False
+
+
+def test_a_channel_that_finds_no_descriptor_is_a_worded_error():
+    """Libzmq aborts the process if its threads find none."""
+    process = RemoteObject("tests.control.test_control_zmq:ManyConnections")
+    texts = process.open_with_few()
+    assert texts[-1] == ""
+    refused = [text for text in texts if text]
+    assert refused == texts[: len(refused)]
+    assert len(refused) >= 10
+    assert all("ulimit -n" in text for text in refused)
+    process.kill()
+    process.release()
+
+
+def test_links_go_on_while_strangers_use_up_the_descriptors():
+    process = RemoteObject("tests.control.test_control_zmq:ManyConnections")
+    assert process.serve_without_descriptors() == [b"meanwhile"]
+    process.kill()
+    process.release()
+
 
 def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error():
     process = RemoteObject("tests.control.test_control_zmq:ManyConnections")
