@@ -151,7 +151,8 @@ class WorkerHalf:
             return
         orders = taken.orders
         loads = {each.request_id for each in orders if isinstance(each, LoadRequest)}
-        self._identities |= {name: step.identities[name] for name in step.identities.keys() & loads}
+        streamed = step.identities.keys() & loads
+        self._identities |= {name: step.identities[name] for name in streamed}
         if not self._is_asleep:  # else those with blocks are refused: there is nothing to prepare
             orders = tuple(map(self._prepared, _without_beginnings(orders)))
         try:
@@ -161,7 +162,8 @@ class WorkerHalf:
                 self._refuse(order, error)
             return
         if self._parts is not None:
-            self._parts.expect(orders)
+            # which prompt a streamed load brings shows only at its end: before that, nothing of it can be kept
+            self._parts.expect([each for each in orders if each.request_id not in streamed])
 
     def withdraw(self, step: ConnectorStep) -> None:
         """Carry out the step's orders that take blocks back, before its kernels are launched. `start_step` repeats
