@@ -318,9 +318,8 @@ def test_the_loop_offers_work_only_to_engines_that_poll_and_keep_the_gil(make_pa
 
 def test_a_spinning_loop_hands_the_lock_over(make_pair, monkeypatch):
     monkeypatch.setattr(pacing, "ASK_FOR_LOCK_NS", round(DEADLINE_S * pacing.NS_PER_S))
-    path = make_pair().d.path
+    path = make_pair().d.path  # its lock is the driver's: here the spinner's
     path.state.record.spin_after_work_ns = 1 << 60
-    path.release(0.0)
     spinner = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
     spinner.start()
     until(lambda: path.lock.is_looping)
@@ -346,7 +345,6 @@ def test_a_driver_is_starved_that_waits_long_for_the_gil(make_pair, monkeypatch)
 def test_reported_work_is_for_the_thread_that_is_there_first(make_pair):
     """The driver's thread has left the loop with it, and waits for the GIL, which an engine's thread has."""
     path = make_pair().d.path
-    path.release(0.0)
     sleeper = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
     sleeper.start()
     until(lambda: path.lock.is_looping)
