@@ -2,15 +2,15 @@
 
     import kvconnector as kvc
 
-is what an engine's author needs; `examples/embed.py` shows all of it in use. Names load what they need when they are
-first used: importing the package imports neither torch nor UCX.
+has everything that the author of an engine needs; `examples/embed.py` shows all of it in use. A name loads its modules
+when it is first used: importing the package imports neither torch nor UCX.
 
-- `Config`: the settings of one engine, `Config.from_mapping` and `Config.from_env`.
-- `Worker`: one per rank. `register` the caches, then `start_step` and `poll` once an engine step.
+- `Config`: the settings of one engine, from `Config.from_mapping` or `Config.from_env`.
+- `Worker`: one per rank. `register` the caches, then call `start_step` and `poll` once per engine step.
 - `Scheduler`: one per engine. It offers finished prompts, matches and loads them, and makes each step's orders.
 - `Rank`, `view_of`, `cache_group`: a rank's place, and its tensors as views and cache groups.
 - `StepMetadata`, `WorkerMetadata`, `WorkerOutput`: messages between the two halves, which the engine carries.
-- `KVOutputAggregator`: merges the outputs of an engine's workers, and counts whether all are done.
+- `KVOutputAggregator`: merges the outputs of an engine's workers; a request is finished when all of them report it.
 - `TpKVTopology`: which rank holds what, and which ranks it reads from.
 - `errors`: every exception, all derived from `KVConnectorError`.
 """
@@ -57,7 +57,14 @@ __all__ = [
     "errors",
     "view_of",
 ]
-_HOMES = ("errors", "ids", "config", "topology", "session", "runtime")  # what loads most comes last
+_HOMES = (
+    "errors",
+    "ids",
+    "config",
+    "topology",
+    "session",
+    "runtime",
+)  # the slowest to import comes last
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""The scheduler half of an engine, beside its scheduler. It decides and records; the workers move bytes.
+"""The scheduler half of an engine, used by its scheduler. It decides and records; the workers move bytes.
 
-Each engine step: `build_step` gives the orders for every worker, and `update` takes their aggregated output.
+In each engine step `build_step` returns the orders for every worker, and `update` takes their aggregated output.
 """
 
 from __future__ import annotations
@@ -45,21 +45,23 @@ from kvconnector.session.orders import (
 class Scheduler:
     """Decides which finished requests to hold for a consumer, and how many tokens of a new one to load from a producer.
 
-    An engine that holds requests has a directory service on `control.host:port` until `close`. As a context manager it
+    A producer's scheduler runs a directory service on `control.host:port` until `close`. As a context manager it
     closes itself. Call all methods from one thread.
 
     Args:
-        config: The engine's settings, the same as its workers have.
+        config: The engine's settings, the same as those of its workers.
         workers: The results of `Worker.handshake` of every rank, in any order.
-        retentions: The tokens of a sequence that each cache group keeps; consumers load only those that the next token
+        retentions: Which tokens of a sequence each cache group keeps; consumers load only those that the next token
             needs. By default all groups keep every token.
-        tables: The number of the engine's block table that each cache group uses. Offers name the blocks of groups with
-            equal numbers once, which earlier builds refuse. By default each group has its own.
+        tables: For each cache group the number of the engine's block table that it uses. If groups have equal numbers,
+            an offer names their blocks only once, in a form that earlier builds refuse. By default each group has its
+            own table.
 
     Raises:
-        GeometryError: the workers do not make up one engine, there are not as many retentions or tables as groups, a
-            group of states has blocks of several tokens, or ranks share the tokens of a group that keeps only some.
-        ConfigError: `config` is no `Config`, the workers have another engine id or role, or the address or the keys
+        GeometryError: the workers do not make up one engine, the number of retentions or tables is not that of the
+            groups, a group of states has blocks of several tokens, or ranks share the tokens of a group that keeps only
+            some.
+        ConfigError: `config` is not a `Config`, the workers have another engine id or role, or the address or the keys
             cannot be used.
     """
 
@@ -112,26 +114,27 @@ class Scheduler:
         lease_duration_s: float = 0.0,
         extra: bytes = b"",
     ) -> dict[str, Any]:
-        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request. If
-        block ids are outside a rank's pool, it does so soon, with the reason in `failed_sending`.
+        """Hold a finished request's blocks for a consumer. The engine must keep them until `finished_sending` names the
+        request. If block ids are outside a rank's pool, that happens soon, with the reason in `failed_sending`.
 
         Args:
             request_id: The engine's name for the request.
             blocks: Block ids by cache group. They hold those of the first `num_tokens` tokens that the group keeps.
             num_tokens: Tokens of the sequence whose cache is complete.
-            first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
-            num_encoder_tokens: Tokens of the encoder's input, where a group keeps these.
-            lease_duration_s: Above zero, takes the place of `lease.duration_s` until a consumer reads or renews.
+            first_blocks: Where each group's blocks begin, as an index into the sequence's blocks; by default at 0.
+            num_encoder_tokens: Tokens of the encoder's input, if a group keeps these.
+            lease_duration_s: If above zero, it replaces `lease.duration_s` until a consumer reads or renews the lease.
             extra: At most 256 bytes for the engines of consumers that follow the request: see `WorkerOutput.extras`.
 
         Returns:
             The `kv_transfer_params` for the consumer's request.
 
         Raises:
-            LocalError: this engine is a consumer or closed, the request is offered already, no message can carry its id
-                (1 to 512 characters), `extra` is too long, or `lease_duration_s` is no number from 0 to 10^6.
-            BlockIdError: another number of cache groups, block ids that no pool has, a block twice in a group, too few
-                blocks, or counts that are no integers from 0 to 2^31 - 1.
+            LocalError: this engine is a consumer or closed, the request is already offered, a message cannot carry its
+                id (1 to 512 printable characters), `extra` is too long, or `lease_duration_s` is not a number from 0 to
+                10^6.
+            BlockIdError: the number of cache groups is wrong, no pool has a block id, a block is named twice in a
+                group, there are too few blocks, or a count is not an integer from 0 to 2^31 - 1.
         """
         if self._service is None:
             raise LocalError(
@@ -165,29 +168,30 @@ class Scheduler:
         num_tokens: int,
         ahead_tokens: int = 0,
     ) -> None:
-        """Let a consumer that streams a request read its computed tokens. Call it for every step that computes a part
-        of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests that are
-        not streamed.
+        """Let a consumer that streams a request read its computed tokens. Call this for every step that computes a part
+        of the request, before `build_step`. If there are fewer tokens than before, this is a `withdraw`. It has no
+        effect on requests that are not streamed.
 
         Args:
             request_id: The engine's name for the request.
             blocks: Block ids by cache group, from the request's first token on. Groups that keep only some tokens are
                 read at the end.
             num_tokens: Tokens in `blocks` after the kernels that were launched before `Worker.start_step`.
-            ahead_tokens: Tokens in `blocks` after this step. Where the workers are called for each layer
-                (`Worker.layer_written`), the consumer reads these before the others are computed.
+            ahead_tokens: Tokens in `blocks` after this step. If the engine calls `Worker.layer_written` for each layer,
+                the consumer reads the step's first layers while the others are being computed.
 
         Raises:
-            BlockIdError: block ids that no pool has, too few blocks for the tokens, or another number of cache groups.
+            BlockIdError: no pool has a block id, there are too few blocks for the tokens, or the number of cache groups
+                is wrong.
         """
         self._orders += self._offers.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
         """Take back a request's blocks. Its consumers compute the prompt themselves.
 
-        If the request is streamed and still computed, as when it is preempted, the engine may use the blocks at once.
-        If it was offered, they are free when `finished_sending` names it, with the reason in `failed_sending`. No
-        effect on other requests.
+        If the request is streamed and still being computed, as when it is preempted, the engine may reuse the blocks at
+        once. If it was offered, the blocks are free when `finished_sending` names the request, with the reason in
+        `failed_sending`. It has no effect on other requests.
 
         Args:
             request_id: The engine's name for the request.
@@ -198,8 +202,8 @@ class Scheduler:
 
     @property
     def address(self) -> str | None:
-        """Where consumers find this engine: the address of its directory service, as "tcp://host:port". None for a
-        consumer, which has none.
+        """Where consumers find this engine: the address of its directory service, as "tcp://host:port". A consumer has
+        no such service: None.
         """
         return None if self._service is None else self._service.control.address
 
@@ -214,8 +218,8 @@ class Scheduler:
         return sum(remote.stage == "loading" for remote in self._requests.values())
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
-        """Take a queued request. Connect to its producer, if it has one, and keep its lease alive; or let a consumer
-        stream it while it is computed here, if a router asked for that.
+        """Take note of a queued request. If it has a producer, connect to that and keep the request's lease alive. If a
+        router asked for it, let a consumer stream the request while it is being computed here.
 
         Args:
             request_id: The engine's name for the request.
@@ -224,9 +228,9 @@ class Scheduler:
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
             ProducerNotAllowedError: they name a producer that `control.allowed_producers` does not list.
-            IncompatiblePeerError: they are for another number of cache groups.
-            LocalError: this engine is a producer, the request is queued already, its blocks are held, or no order can
-                carry its id.
+            IncompatiblePeerError: they are for a different number of cache groups.
+            LocalError: this engine is a producer, the request is already queued, its blocks are held, or an order
+                cannot carry its id.
         """
         if kv_transfer_params is None:
             return
@@ -295,8 +299,8 @@ class Scheduler:
     ) -> tuple[int, bool]:
         """Return how many tokens of a prompt to load. Call `is_early` first.
 
-        The last prompt token is never loaded: its query must run here to sample the next token. A producer has states
-        of one position only: the request continues there, or loads nothing.
+        The last prompt token is never loaded: its query must run here to sample the next token. A producer has
+        recurrent states of one position only: the request continues at that position, or loads nothing.
 
         Args:
             request_id: The engine's name for the request.
@@ -315,8 +319,8 @@ class Scheduler:
         return external, external > 0
 
     def is_early(self, request_id: str) -> bool:
-        """Return True while the producer has the prompt in its queue, or computes it and `stream` is off here. Blocks
-        allocated for it would be idle, so ask again after an `update`.
+        """Return True while the prompt is in the producer's queue, or is being computed there and `stream` is off here.
+        Blocks allocated for it would be idle, so leave the request in your queue and ask again after an `update`.
 
         Args:
             request_id: The engine's name for the request.
@@ -337,24 +341,25 @@ class Scheduler:
         computed_tokens: Sequence[int] | None = None,
         cache_block_tokens: Sequence[int] = (),
     ) -> tuple[tuple[int, int], ...]:
-        """Load a request into its blocks, or free the producer's if there is nothing to load for this request.
+        """Load a request into its blocks, or free the producer's blocks if there is nothing to load.
 
         Args:
             request_id: The engine's name for the request.
-            blocks: Block ids by cache group; of a group that keeps states, the one block for it.
+            blocks: Block ids by cache group; for a group that keeps states, the one block of the state.
             num_tokens: Tokens to load beyond those cached, as `matched_tokens` returned; or 0.
-            num_encoder_tokens: Tokens of the encoder's input, where a group keeps these: all are loaded.
-            first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
+            num_encoder_tokens: Tokens of the encoder's input, if a group keeps these: all are loaded.
+            first_blocks: Where each group's blocks begin, as an index into the sequence's blocks; by default at 0.
             computed_tokens: Leading tokens that each group does not need; by default as many as the engine had cached.
-            cache_block_tokens: Tokens in a block of each group's prefix cache. The first is loaded whole, if possible.
+            cache_block_tokens: Tokens in a block of each group's prefix cache. The first block is loaded whole, if
+                possible.
 
         Returns:
-            The first token and the stop of what is loaded of each group; () if nothing is.
+            For each group the first token that is loaded, and the end of the range; () if nothing is loaded.
 
         Raises:
-            UnknownRequestError: the request has no producer, or was loaded already.
-            BlockIdError: block ids that no pool has, not one list, first block and count per cache group, or counts
-                that are no integers from 0 to 2^31 - 1.
+            UnknownRequestError: the request has no producer, or was already loaded.
+            BlockIdError: no pool has a block id, there is not one list, first block and count per cache group, or a
+                count is not an integer from 0 to 2^31 - 1.
         """
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
@@ -381,7 +386,7 @@ class Scheduler:
         return order.token_ranges
 
     def is_loading(self, request_id: str) -> bool:
-        """Return True while transfers write the request's blocks: do not free them before `finished_recving` names it.
+        """Return True while transfers write the request's blocks. Do not free them before `finished_recving` names it.
 
         Args:
             request_id: The engine's name for the request.
@@ -390,7 +395,7 @@ class Scheduler:
         return remote is not None and remote.stage == "loading"
 
     def is_pending(self, request_id: str) -> bool:
-        """Return True while the request waits until it may load, or for its load to end.
+        """Return True while the request waits for the permission to load, or for its load to end.
 
         Args:
             request_id: The engine's name for the request.
@@ -399,8 +404,8 @@ class Scheduler:
         return remote is not None and remote.stage != "over"
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that the engine has finished. If it is being loaded, the load stops: keep its blocks until
-        `finished_recving` names it. Consumers that stream a request which was never offered are notified.
+        """Forget a request that the engine has finished. If it is being loaded, the load is stopped: keep its blocks
+        until `finished_recving` names it. If it was never offered, consumers that stream it are notified.
 
         Args:
             request_id: The engine's name for the request. An unknown one is ignored.
@@ -428,25 +433,27 @@ class Scheduler:
     def build_step(self) -> StepMetadata:
         """Return the orders since the last call, for every worker."""
         orders, self._orders = tuple(self._orders), []
-        # a worker may lose a step: the engine's geometry is sent again until a worker has shown that it has it
+        # a worker may miss a step: the engine's geometry is sent again until a worker's output shows that it has it
         announces = self._announced == "no" or (self._announced == "sent" and bool(orders))
         if announces:
             self._announced = "sent"
         return StepMetadata(engine=self._engine if announces else None, orders=orders)
 
     def get_finished_count(self) -> int:
-        """Return the number of workers that report each request: all. See `KVOutputAggregator.from_connector`."""
+        """Return the number of workers that report each request, which is all of them, for
+        `KVOutputAggregator.from_connector`.
+        """
         return self._engine.world_size
 
     def update(self, output: WorkerOutput) -> None:
-        """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine.
+        """Take the engine's aggregated output of one step. Failed requests are logged once for the whole engine.
 
         Args:
-            output: The result of `KVOutputAggregator.aggregate`, or of the only worker's `poll`. Where the aggregator
-                has returned None, there is nothing to take yet.
+            output: The result of `KVOutputAggregator.aggregate`, or of the only worker's `poll`. If the aggregator
+                returned None, do not call this in that step.
 
         Raises:
-            LocalError: `output` is no `WorkerOutput`.
+            LocalError: `output` is not a `WorkerOutput`.
         """
         if not isinstance(output, WorkerOutput):
             raise LocalError(
@@ -467,7 +474,7 @@ class Scheduler:
                 del self._requests[request_id]
 
     def close(self) -> None:
-        """Stop the directory service: no new consumer finds this engine, and nothing more is offered. Idempotent."""
+        """Stop the directory service: new consumers no longer find this engine, and `offer` raises. Idempotent."""
         self._is_closed = True
         if self._service is not None:
             self._service.close()

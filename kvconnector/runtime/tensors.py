@@ -49,10 +49,10 @@ def cache_groups(
     total_heads: int,
     head_start: int,
 ) -> list[CacheGroup]:
-    """Return the cache groups given to `Worker.register`, or the one made of the tensors given to it.
+    """Return the cache groups given to `Worker.register`, or the one group made from the tensors given to it.
 
     Raises:
-        GeometryError: neither tensors by layer nor cache groups, or tensors that do not make one.
+        GeometryError: `caches` has neither tensors by layer nor cache groups, or the tensors do not make a group.
     """
     if isinstance(caches, Mapping):
         return [cache_group(caches, total_heads=total_heads, head_start=head_start)]
@@ -67,7 +67,7 @@ def cache_groups(
 
 
 PART_NAMES = {1: ("kv",), 2: ("k", "v")}
-"""The names of a layer's parts, by their number, unless the engine names them."""
+"""The default names of a layer's parts, by the number of its tensors."""
 
 
 def cache_group(
@@ -92,8 +92,8 @@ def cache_group(
         context_parallel: Which tokens this rank holds.
         row_tokens: Tokens that share a row of a compressed cache. The tensors' `block_size` and the interleave of
             `context_parallel` then count rows.
-        scales: Of a cache in fp8, the scales of each layer's parts, `scales[layer][part]`: one, or one for each head of
-            this rank. Without them numbers are not converted for engines that have another type.
+        scales: For a cache in fp8, the scales of each layer's parts, `scales[layer][part]`: one scale, or one for each
+            head of this rank. Without them values are not converted for engines that have another type.
         rounding: The rule by which the engine stores fp8, one of `topology.ROUNDINGS`; docs/conversion.md describes
             them.
         part_names: What each tensor of a layer holds. All engines must use the same names: vLLM and SGLang call an MLA
@@ -103,8 +103,9 @@ def cache_group(
         The group, for `Worker.register`.
 
     Raises:
-        GeometryError: no layer, tensors that are not alike or not of four axes, another number of them than of names,
-            heads beyond `total_heads`, an unknown rule, or a layer, a part or a head without a scale.
+        GeometryError: there is no layer, tensors are not alike or do not have four axes, the numbers of tensors and
+            names differ, heads are beyond `total_heads`, the rule is unknown, or a layer, a part or a head has no
+            scale.
     """
     require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
     if rounding not in ROUNDINGS:

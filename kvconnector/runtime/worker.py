@@ -1,4 +1,4 @@
-"""The worker half: one per rank. The engine's thread calls it once a step; only a withdrawn prompt may block it."""
+"""The worker half: one per rank. The engine's thread calls it once a step, and waits only if a prompt is withdrawn."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 QUIESCE_POLL_S = 0.005
 WITHDRAW_S = 0.005
-"""Seconds for which `start_step` waits until consumers can no longer read blocks that the engine takes back."""
+"""How long `start_step` waits until consumers can no longer read blocks that the engine takes back."""
 LOOK_S = 0.5
-"""Seconds between two reports of loads' progress by `poll`, which then looks whether the driver is stuck, too."""
+"""Seconds between two reports of loads' progress by `poll`, which then also checks whether the driver is stuck."""
 
 
 class Worker:
-    """One rank's connector: `register` the caches once, then `start_step` and `poll` once an engine step.
+    """One rank's connector: `register` the caches once, then call `start_step` and `poll` once per engine step.
 
     Call all methods from one thread of the engine, except `wait`. As a context manager it closes itself. A worker that
-    is garbage-collected without `close` is stopped in its driver's thread, with a `ResourceWarning`; one that is left
-    when the interpreter exits is closed then, within seconds.
+    is garbage-collected without `close` is stopped in its driver's thread, with a `ResourceWarning`. A worker that is
+    still open when the interpreter exits is closed then, within seconds.
 
     Args:
         config: The engine's settings, the same in every rank. The role is `config.role`.
@@ -63,7 +63,7 @@ class Worker:
             number of layers, or a whole `ModelDescription`.
 
     Raises:
-        ConfigError: `config` is no `Config`, or `rank` is no pair of numbers, or `model` is no name.
+        ConfigError: `config` is not a `Config`, `rank` is not a pair of numbers, or `model` is not a name.
     """
 
     def __init__(
@@ -107,33 +107,34 @@ class Worker:
         head_start: int = 0,
         num_optional: int = 0,
     ) -> None:
-        """Take the caches, allocate staging, and open the transport and the control channel.
+        """Register the caches, allocate staging memory, and open the transport and the control channel.
 
-        The worker holds the tensors until `close` has succeeded. Nobody may write them during this call: on the CPU
-        they become memory that consumers on this host can map, if they have pages of their own (by `mmap`, or 32 MiB
-        and more in one allocation).
+        The worker holds the tensors until `close` has succeeded. Nobody may write to them during this call: on the CPU
+        they become memory that consumers on this host can map, if they have pages of their own (from `mmap`, or at
+        least 32 MiB in one allocation).
 
         Args:
             caches: The tensors of each layer, `{layer: (k, v)}` or `{layer: (kv,)}`, each seen as `[num_blocks,
-                num_heads, block_size, head_dim]` with any strides; or, where layers differ, cache groups. The owner of
-                the memory of a group that `cache_group` did not make is its `memory`; otherwise the caller keeps it.
-            total_heads: KV heads of the model; 0 where this rank holds all.
-            head_start: First of the heads that this rank holds.
+                num_heads, block_size, head_dim]` with any strides; or, where layers differ, cache groups. The worker
+                keeps a group's `memory` alive. If a group was not made by `cache_group` and has no `memory`, the caller
+                must keep its memory alive.
+            total_heads: KV heads of the model; 0 if this rank holds all of them.
+            head_start: The first of the heads that this rank holds.
             num_optional: How many of the cache groups, counted from the last, another engine may lack, such as a draft
-                model's that only decode engines have. They are loaded from producers that have them; from others
-                everything else is loaded, and their blocks keep what they held. Every rank states the same number, and
-                both engines list the groups that both have first, in the same order. `offer`, `load` and `grow` name
-                blocks of all groups of this engine, whatever the other one has.
+                model's group that only decode engines have. They are loaded from producers that have them. From other
+                producers everything else is loaded, and the blocks of these groups keep their content. Every rank
+                states the same number, and both engines list the groups that both have first, in the same order.
+                `offer`, `load` and `grow` name blocks of all groups of this engine, whatever the other one has.
 
         Raises:
-            LocalError: caches were registered before.
-            GeometryError: tensors or views do not fit their geometry, or are none, or there are fewer groups than
-                optional ones.
-            ConfigError: groups on different devices, staging that cannot hold one token, or an address or keys that
+            LocalError: the caches were registered before.
+            GeometryError: tensors or views do not fit their geometry or overlap, there are none, or there are more
+                optional groups than groups.
+            ConfigError: groups are on different devices, staging memory cannot hold one token, or an address or a key
                 cannot be used.
             TransportError: UCX cannot start.
         """
-        # a scheduler's process imports this module too, and needs neither UCX nor the C library
+        # imported here: a scheduler's process imports this module too, but needs neither UCX nor the C library
         from kvconnector.runtime.driver_thread import DriverThread
 
         if self._was_registered:
@@ -157,10 +158,12 @@ class Worker:
         self._thread = DriverThread(self._config, pools, self._outbox, self._rank, memory)
         self._was_registered = True
         self._finalizer = weakref.finalize(self, self._thread.abandon)
-        self._finalizer.atexit = False  # `driver_thread` closes what is left then, and waits for it
+        self._finalizer.atexit = (
+            False  # at exit `driver_thread` closes the workers that are left, and waits for them
+        )
 
     def handshake(self) -> WorkerMetadata:
-        """Return the metadata that the scheduler half needs of this rank.
+        """Return this rank's metadata, for the scheduler half.
 
         Raises:
             LocalError: no caches are registered.
@@ -187,23 +190,25 @@ class Worker:
         )
 
     def start_step(self, step: StepMetadata) -> None:
-        """Take one step's orders from the scheduler half, and begin them if the driver's thread sleeps. Never blocks,
-        except in a step that withdraws a prompt while it is computed: then it waits, at most 5 ms, until consumers can
-        no longer read the prompt's blocks. It leaves greetings, and copies on CPUs, to the driver's thread.
+        """Take one step's orders from the scheduler half, and begin them if the driver's thread is asleep. This never
+        blocks, with one exception: in a step that withdraws a prompt which is still being computed, it waits for at
+        most 5 ms until consumers can no longer read the prompt's blocks. Greetings, and copies on CPUs, are left to the
+        driver's thread.
 
-        A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
-        alone, and the others continue: a load is reported as failed, and its producer notified; a lease is not granted,
-        its readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
+        If a request's blocks are outside the pool, too few for its tokens, or missing for a cache group, only that
+        request is refused. A load is then reported as failed, and its producer is notified. A lease is not granted, its
+        readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
 
-        On a GPU, call it while the model's stream is current: the orders' blocks are copied after the work queued on
+        On a GPU, call this while the model's stream is current: the orders' blocks are copied after the work queued on
         that stream.
 
         Args:
             step: The result of `Scheduler.build_step`, the same for every rank.
 
         Raises:
-            LocalError: no caches are registered, `step` is none, the engine's geometry is not known yet or not this
-                worker's, or an order is not for this worker's role; no order of the step is taken.
+            LocalError: no caches are registered, `step` is not a `StepMetadata`, the engine's geometry is not known yet
+                or does not match this worker's, or an order is not for this worker's role. No order of the step is
+                then carried out.
         """
         began_s = time.monotonic()
         thread = self._registered()
@@ -237,8 +242,8 @@ class Worker:
                 thread.await_withdrawal(withdrawn, WITHDRAW_S)
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
-        """End the requests of orders that this worker did not get or could not take. `poll` reports them: a load as
-        failed, a complete lease as sent, and a prompt that is followed as started.
+        """End the requests of orders that did not reach this worker, or that it could not carry out. `poll` reports
+        a load as failed, a complete lease as sent, and a followed prompt as started.
 
         Args:
             orders: Some of a step's orders.
@@ -248,12 +253,12 @@ class Worker:
 
     def quiesce(self, timeout_s: float) -> None:
         """End every load and every lease on blocks, and wait until nothing reads or writes the caches. Their memory may
-        then be unmapped, and mapped again at the same addresses. Connections, staging and prompts that are only queued
-        stay. Until `resume`, orders that name blocks are refused. `poll` reports the ended requests, all loads as
-        failed. Idempotent.
+        then be unmapped, and mapped again at the same addresses. Connections, staging memory and prompts that are only
+        queued are kept. Until `resume`, orders that name blocks are refused. `poll` reports the ended requests, and all
+        loads among them as failed. Idempotent.
 
         Args:
-            timeout_s: The most seconds to wait.
+            timeout_s: The longest time to wait, in seconds.
 
         Raises:
             LocalError: no caches are registered.
@@ -274,8 +279,8 @@ class Worker:
         thread.withdraw_pools(until_s - time.monotonic())
 
     def resume(self) -> None:
-        """Take orders again, after `quiesce`, once the caches have memory again. Call it also when the caches got more
-        memory at the ends of their ranges, so that consumers on this host can read it. Idempotent.
+        """Accept orders again after `quiesce`, once the caches have memory again. Call this also when the caches got
+        more memory at the ends of their ranges, so that consumers on this host can read it directly. Idempotent.
         """
         self._is_quiet = False
         if self._thread is not None:
@@ -283,13 +288,13 @@ class Worker:
 
     @property
     def is_waiting(self) -> bool:
-        """Returns True while a load has not ended, or may not be asked for yet."""
+        """True while a load has not ended, or may not be asked for yet."""
         return self._outbox.is_waiting
 
     def layer_written(self, layer: int) -> None:
-        """Report that the current stream's queued work completes a layer of this step in the caches. Consumers that
-        stream a prompt then read the layer while the next ones are computed, if those before it are written, too. Never
-        blocks. If an engine does not call it, consumers read whole steps.
+        """Report that the work queued on the current stream completes a layer of this step in the caches. Consumers
+        that stream a prompt then read the layer while the next ones are being computed, if all layers before it are
+        complete too. Never blocks. If an engine does not call this, consumers read whole steps.
 
         Args:
             layer: Its global index.
@@ -309,8 +314,8 @@ class Worker:
             self._registered().put(orders)
 
     def poll(self) -> WorkerOutput:
-        """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has work but
-        waits for the GIL, the calling thread does that work.
+        """Return what has finished since the last call. Never blocks. If nothing has, and the driver's thread has work
+        but is waiting for the GIL, the calling thread does that work.
         """
         if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()
@@ -322,26 +327,26 @@ class Worker:
         return output
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something to return. Any thread may call it; it drives the transfers meanwhile if it
-        can.
+        """Wait until `poll` has something to return. Any thread may call this; while it waits, it drives the transfers
+        if no other thread does.
 
         Args:
-            timeout_s: The most seconds to wait.
+            timeout_s: The longest time to wait, in seconds.
 
         Returns:
-            False if `timeout_s` passed before.
+            True if there is something, False if `timeout_s` has passed.
         """
         if self._thread is None:
             return self._outbox.wait(timeout_s)
         return self._thread.wait(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, wait for consumers to unmap the caches, stop the driver and release everything, in seconds.
-        Idempotent.
+        """Disconnect from peers, wait for consumers to unmap the caches, stop the driver and release everything, within
+        seconds. Idempotent.
 
         Raises:
-            MemoryInUseError: copies may still read and write the caches, or consumers map them: the text says which.
-                Keep their memory; `close` may be tried again.
+            MemoryInUseError: copies may still read or write the caches, or consumers still map them; the text says
+                which. Keep the caches' memory. You may call `close` again.
         """
         if self._thread is not None:
             self._thread.close()
@@ -350,7 +355,7 @@ class Worker:
             self._finalizer.detach()
 
     def _layers_of(self, orders: Sequence[Order], pools: Pools) -> StepLayers | None:
-        """Return the layers of a step, or None: then consumers read the step as a whole."""
+        """Return the layers of a step, or None if consumers have to read the step as a whole."""
         try:
             return StepLayers(orders, pools)
         except Exception as error:

@@ -28,14 +28,15 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     The phases of a load are `want`, while the request is queued and the peer may be greeted; `greeting`, while the
     request's blocks wait for the peer; and `read`. A packed load also has `wire`, from the first to the last chunk's
-    arrival, and `unpack`, until the last chunk is in place; `read` before those is the producer's time. The phases of a
-    lease are `fill`, while its prompt is computed, `hold`, and for each packed read a `send` with `pack` and `wire`,
-    until the last chunk is packed and sent.
+    arrival, and `unpack`, from the first chunk's arrival until the last chunk is in place; the part of `read` before
+    these is the producer's time. The phases of a lease are `fill`, while its prompt is being computed, `hold`, and for
+    each packed read a `send` with `pack` and `wire`, until the last chunk is packed and sent.
 
-    The `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load's
-    blocks waited for `waited_s`, the exposed part of the handover; for a streamed prompt, its last part counts. A load
-    that moved bytes names its `path`, see `events.ReceiveFinished`; several are joined by "+". Its slowest read took
-    `seconds`, from the posted receive or the first copy to the last byte in place.
+    The `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". `waited_s`
+    is the time for which a load's blocks waited, the exposed part of the handover; for a streamed prompt only the wait
+    for its last part counts. A load that moved bytes names its `path`, see `events.ReceiveFinished`; several are joined
+    by "+". `seconds` is the duration of its slowest read, from the posted receive or the first copy to the last byte in
+    place.
     """
 
     request_id: str
@@ -69,9 +70,9 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, kw_only=True):
-    """A worker's transfers since its last output. `failures` has a count by error type; `packed` has the number of
-    greeted producer ranks that it cannot read directly, by the reason; `contained` the number of unexpected exceptions
-    that ended one request or connection, by type. Only some outputs have `loading`.
+    """A worker's transfers since its last output. `failures` counts failed loads by error type; `packed` counts the
+    greeted producer ranks that it cannot read directly, by reason; `contained` counts unexpected exceptions that ended
+    one request or connection, by type. Only some outputs have `loading`.
     """
 
     failures: dict[str, int] = {}
@@ -107,12 +108,13 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     """The report of one worker to the scheduler after a step, or after aggregation of the whole engine. A worker fills
     it until the engine takes it; it does not change after that.
 
-    `failed_recving` maps loads that failed, and `failed_sending` requests whose blocks could not be offered or whose
-    lease ended before all consumers had confirmed, to the reason, which begins with the error's class and a colon. They
-    are in the finished sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading
-    tokens of a failed load that are in its blocks nevertheless, if known and if all groups keep every token.
-    `producer_started` are followed requests whose load may be asked for: the producer has started them, or never will.
-    `extras` are the bytes that the producer's engine gave to `Scheduler.offer` for them, in the first worker's report.
+    `failed_recving` has the reason of each load that failed, and `failed_sending` that of each request whose blocks
+    could not be offered or whose lease ended before all consumers had confirmed. A reason begins with the error's class
+    and a colon. These requests are in the finished sets too, loads as soon as nothing writes to their blocks.
+    `filled_tokens` is the number of leading tokens of a failed load that are in its blocks nevertheless, if that is
+    known and all groups keep every token. `producer_started` are followed requests whose load may now be asked for,
+    because the producer has started them or never will. `extras` are the bytes that the producer's engine gave to
+    `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again. `kv_cache_events` are names that the engine chooses, passed on once every worker has reported them.
@@ -162,7 +164,7 @@ def _smallest(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, 
 
 
 class FinishedCounter(Protocol):
-    """A connector that knows how many workers report each request; None or 0: all of the engine's."""
+    """A connector that knows how many workers report each request; None or 0 means all workers of the engine."""
 
     def get_finished_count(self) -> int | None: ...
 
@@ -229,9 +231,10 @@ class _Events:
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
-    Sending and receiving are counted separately, and a worker counts once, no matter how often it reports a request. A
-    load that any worker failed has failed once every worker has reported it: then none of them writes its blocks any
-    more. Cache events are counted by workers too. Invalid blocks and statistics are passed on at once.
+    Sending and receiving are counted separately, and a worker counts once, no matter how often it reports a request. If
+    a load failed in any worker, it is reported as failed once every worker has reported it, because then none of them
+    writes to its blocks any more. Cache events are counted by worker too. Invalid blocks and statistics are passed on
+    at once.
 
     Args:
         expected_finished_count: Number of workers that report each request, until an output changes it.
@@ -269,12 +272,12 @@ class KVOutputAggregator:
         """Merge one step of all workers.
 
         Args:
-            outputs: The output of each worker, or None; workers always in the same order.
-            output_rank: The worker whose output stands for the engine's.
+            outputs: The output of each worker, or None; the workers must always be in the same order.
+            output_rank: The worker with whose output the engine's output is returned.
 
         Returns:
-            The engine's output. None if the worker `output_rank` has none in this step: the reports of the others are
-            kept for the next one.
+            The engine's output. None if the worker `output_rank` has no output in this step; the reports of the others
+            are then kept for the next one.
 
         Raises:
             LocalError: `output_rank` is not among the workers, or an output expects a negative count. Then no output
