@@ -1,4 +1,4 @@
-"""All commands, each in a module that is imported when it is called. Their errors become a line and a status."""
+"""All commands, each in a module that is imported when it is called. An error becomes one line and an exit status."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvconnector.errors import KVConnectorError
 COMMANDS = {
     "plan": "Print which rank reads what from which, and draw it.",
     "simulate": "Simulate growing clusters in virtual time.",
-    "doctor": "Report what this host, or this host and a running engine, can do.",
-    "bench": "Measure transfers, beside the limits of this machine.",
+    "doctor": "Check this host, or the connection from this host to a running engine.",
+    "bench": "Measure transfers, and compare them with the limits of this machine.",
     "top": "Show engines' transfers as they happen.",
     "keygen": "Make a CURVE key pair for the control channel.",
 }
 """Each is the command in the module of the same name."""
 STATUSES = (
-    "Exit status: 0 for success, 1 for a fault that was found or a wrong result, 2 for wrong usage or an error that the"
-    " text names, 130 if interrupted."
+    "Exit status: 0 for success, 1 for a fault that was found or a wrong result, 2 for wrong usage or another error,"
+    " 130 if interrupted."
 )
 
 
@@ -52,7 +52,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 @click.group(cls=_Commands, epilog=STATUSES, context_settings=CONTEXT)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
-    """KV-cache transfer between prefill and decode engines that are split differently."""
+    """KV-cache transfer between prefill and decode engines with different parallelism and cache layouts."""
 
 
 def run(

@@ -51,12 +51,12 @@ _OPTIONS = (
         type=ModelShape.parse,
         metavar="MODEL",
         default="llama-3.1-8b",
-        help=f"{', '.join(MODELS)}; also MODEL,layers=4.",
+        help=f"{', '.join(MODELS)}. MODEL,layers=4 uses only 4 layers.",
     ),
-    number_list(["--tokens"], default="2048", help="Request sizes."),
+    number_list(["--tokens"], default="2048", help="Request sizes, in tokens."),
     click.Option(["--iterations"], type=click.IntRange(1), default=10, help="Timed repetitions."),
     click.Option(
-        ["--scattered/--contiguous"], default=True, help="Blocks at random, or in one run."
+        ["--scattered/--contiguous"], default=True, help="Blocks in random order, or in one run."
     ),
     _shape(["--prefill"], help="Producer: tp=2,dcp=2,block=16,layout=HND."),
     _shape(["--decode"], help="Consumer: tp=1,pp=2,block=64,layout=NHD."),
@@ -65,22 +65,22 @@ _OPTIONS = (
         type=_parse_device,
         metavar="DEVICE",
         default="cpu",
-        help="cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
+        help="cpu, cuda, or cuda:0,1:2,3 with the producers' and the consumers' GPUs.",
     ),
-    click.Option(["--tls"], help="UCX_TLS, ours and the peer's."),
-    click.Option(["--peer"], help="Compare with: nixl, mooncake, or both with a comma."),
+    click.Option(["--tls"], help="UCX_TLS for kvconnector and for --peer."),
+    click.Option(["--peer"], help="Compare with nixl, mooncake, or both, separated by a comma."),
     click.Option(
         ["--connect"],
         type=host_and_port,
         metavar="HOST:PORT[,KEY]",
-        help="Producer's host: the address of a `bench serve` there.",
+        help="Use a producer on another host: the address that `bench serve` printed there.",
     ),
     click.Option(
         ["--compute"],
         type=Compute.parse,
         metavar="RATE,STEP,N,...",
         default="8000,2048,1",
-        help="P's tokens/s, tokens a step, prompts at once.",
+        help="The producer's tokens per second, tokens per step, and number of prompts at once.",
     ),
     click.Option(
         ["--svg"], type=PICTURE_FILE, help=f"Draw it into this file: {', '.join(PICTURES)}."
@@ -140,20 +140,20 @@ def draw_handover(report: BenchReport, path: Path, what: str = "last step to loa
 BENCHMARKS = {
     "transfer": Benchmark(
         "kvconnector.bench.transfer",
-        "Long requests between the processes of two engines, beside the machine's limits.",
+        "Measure long requests between the processes of two engines, beside the machine's limits.",
         "kvconnector bench transfer --device cuda --tokens 512,2048 --decode tp=2,block=64",
         (*PAIR, "peer", "connect"),
     ),
     "request": Benchmark(
         "kvconnector.bench.transfer",
-        "Short requests between the processes of two engines, beside the machine's limits.",
+        "Measure short requests between the processes of two engines, beside the machine's limits.",
         "kvconnector bench request --tokens 16 --tls tcp",
         (*PAIR, "peer", "connect"),
         {"tokens": "16,128,512", "iterations": 100},
     ),
     "handover": Benchmark(
         "kvconnector.bench.handover",
-        "From a prompt's last step to its cache at the consumer: streamed, and one engine after the other.",
+        "Measure the time from a prompt's last step until its cache is loaded, streamed and not streamed.",
         "kvconnector bench handover --compute 8000,2048,1,8 --svg handover.svg",
         (*PAIR, "compute", "connect", "svg"),
         {"tokens": "1024,4096,16384,32768"},
@@ -244,14 +244,14 @@ def _pairs(*, output: Path | None, json: bool, **given: Any) -> int:
 
 _JOB = Benchmark(
     "pairs",
-    "All ordered pairs of a torchrun job's ranks, as a matrix.",
+    "Measure all ordered pairs of a torchrun job's ranks, as a matrix.",
     "torchrun --nproc-per-node 8 -m kvconnector bench pairs --device cuda",
     ("model", "tokens", "iterations", "scattered", "decode", "device", "tls", *_REPORT),
     {"tokens": "512", "iterations": 5},
 )
 _SERVER = Benchmark(
     "serve",
-    "Be the producer for another host's --connect, until interrupted.",
+    "Serve as the producer for `--connect` on another host, until interrupted.",
     "kvconnector bench serve",
     (),
 )
@@ -288,7 +288,8 @@ def commands_of(benchmarks: Mapping[str, Benchmark]) -> dict[str, click.Command]
     }
 )
 def bench() -> None:
-    """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
+    """Measure transfers, and compare them with the limits of this machine. If a result is wrong, no figure is printed
+    and the exit status is 1.
 
-    The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.
+    The connector's settings come from the environment, as in an engine, such as KVCONNECTOR_PATHS_DIRECT=never.
     """

@@ -60,26 +60,28 @@ text_option = partial(click.option, default="", show_default=False)
 
 @click.command()
 @click.option(
-    "--keys", type=PATH, help="Directory of key files; default: what the environment names."
+    "--keys", type=PATH, help="Directory of key files; default: those that the environment names."
 )
-@click.option("--device", default="cpu", help="Where to try caches: cpu or cuda:N.")
-@text_option("--tls", help="UCX_TLS for these tries.")
+@click.option("--device", default="cpu", help="Where the test caches are: cpu or cuda:N.")
+@text_option("--tls", help="UCX_TLS for the test transfer.")
 @click.option(
     "--peer",
     type=host_and_port,
     metavar="HOST:PORT[,KEY]",
-    help="Look at a running engine instead: the address of its directory service, the remote_host and remote_port of"
-    " its requests, and its public key where that is not ours.",
+    help="Check a running engine instead: the address of its directory service (remote_host and remote_port of its"
+    " kv_transfer_params), and its public key if that differs from this engine's.",
 )
 @click.option(
     "--model",
-    help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json.",
+    help="With --peer: compare its caches with those of this model: a name that `plan` knows, or a config.json.",
 )
 @text_option("--dtype", help="With --model: the caches' element type.")
 @text_option(
     "--decode", help="With --model: this engine's shape, as in `plan`: tp=2,dtype=bfloat16."
 )
-@text_option("--name", help="With --model: what this engine calls it; left out, names may differ.")
+@text_option(
+    "--name", help="With --model: this engine's name for it. Without --name, names may differ."
+)
 @click.option(
     "--params",
     type=PATH,
@@ -88,7 +90,7 @@ text_option = partial(click.option, default="", show_default=False)
 @click.option(
     "--engine",
     is_flag=True,
-    help="Look at the installed vLLM and SGLang instead: whether they have all that the integrations use.",
+    help="Check the installed vLLM and SGLang instead: whether they have everything that the integrations use.",
 )
 @json_flag
 def doctor(
@@ -105,10 +107,11 @@ def doctor(
     engine: bool,
     json: bool,
 ) -> int:
-    """Report what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
+    """Check this host: versions, keys, UCX, GPUs and RDMA; and move a small cache between two processes.
 
-    With --peer, greet a running prefill engine as a decode engine here would, without touching its requests: whether
-    the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
+    With --peer, greet a running prefill engine as a decode engine on this host would, without touching its requests.
+    The report says whether the two engines are compatible, their round trip and bandwidth, and which path transfers
+    will take and why. The exit status is 1 if there is a fault.
     """
     if not peer and (model or dtype or decode or name):
         raise ConfigError("--model, --dtype, --decode and --name are used only with --peer")

@@ -36,5 +36,5 @@ def keygen(directory: Path, json: bool) -> None:
         click.echo(f"{name}={value}")
     click.echo(
         f"Give {PUBLIC_KEY_FILE} to the engines that talk to this one, and add theirs to"
-        f" {AUTHORIZED_CLIENTS_FILE}, one a line."
+        f" {AUTHORIZED_CLIENTS_FILE}, one per line."
     )

@@ -46,20 +46,23 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     epilog="Example: kvconnector plan --model llama-3.1-70b --prefill tp=4 --decode tp=2,block=64"
 )
 @click.option(
-    "--prefill", **SHAPE, default="tp=1,pp=1,block=16", help="Producer: tp=2,dcp=2,interleave=8."
+    "--prefill",
+    **SHAPE,
+    default="tp=1,pp=1,block=16",
+    help="Producer's shape, such as tp=2,dcp=2,interleave=8.",
 )
 @click.option(
     "--decode",
     **SHAPE,
     default="tp=1,pp=1,block=16",
-    help="Consumer: tp=1,block=64,dtype=float8_e4m3fn.",
+    help="Consumer's shape, such as tp=1,block=64,dtype=float8_e4m3fn.",
 )
 @click.option("--model", help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.")
 @click.option("--layers", "num_layers", type=int, help="Layers of the model.")
 @click.option("--kv-heads", "num_kv_heads", type=int, help="KV heads of the model.")
-@click.option("--head-dim", type=int, help="Elements of one head; of the latent with --mla.")
+@click.option("--head-dim", type=int, help="Elements of one head, or of the latent with --mla.")
 @click.option(
-    "--dtype", type=element_type, metavar="TYPE", help="Element type, named as torch does."
+    "--dtype", type=element_type, metavar="TYPE", help="Element type, by its name in torch."
 )
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
 @click.option(
@@ -68,12 +71,12 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     default=2000,
     help="Tokens to load: the prompt's, or one less where layers keep only some of them.",
 )
-@click.option("--start", type=int, default=0, help="First token to load, after a local hit.")
+@click.option("--start", type=int, default=0, help="First token to load, after a local prefix hit.")
 @click.option(
     "--chunk",
     type=parse_bytes,
     metavar="BYTES",
-    help="Longest message; left out, 2 MiB, or the largest row if that is longer.",
+    help="Longest message. By default 2 MiB, or the size of the largest row if that is more.",
 )
 @click.option("--link", type=float, help="Gbit/s of each rank's link, for a predicted time.")
 @picture_option
@@ -92,10 +95,10 @@ def plan(
     json: bool,
     **sizes: int | str | None,
 ) -> None:
-    """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes.
+    """Print what each consumer rank reads from which producer rank: layers, heads, tokens, chunks and bytes.
 
-    These are the reads of a prompt that is computed before it is read, as vLLM's engines make them. SGLang's read no
-    token before a window. Without --model the model has 32 layers of 8 heads with 128 elements, in bfloat16.
+    These are the reads that vLLM's engines make for a prompt that is not streamed. SGLang's engines read no token
+    before a window. Without --model the model has 32 layers of 8 heads with 128 elements, in bfloat16.
     """
     if tokens < 1 or start < 0:
         raise ConfigError(

@@ -56,7 +56,7 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     type=parse_numbers,
     metavar="N,N,...",
     default="2,10,100",
-    help="Sizes: half prefill, half decode.",
+    help="Numbers of engines, half prefill and half decode.",
 )
 @click.option("--prefill", **SHAPE, default="tp=2", help="Producers' shape, as for `plan`.")
 @click.option("--decode", **SHAPE, default="tp=2", help="Consumers' shape.")
@@ -67,22 +67,29 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     default="llama-3.1-70b",
     help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.",
 )
-@click.option("--rate", type=FiniteRange(1e-6), default=1.0, help="Requests/s of a decode engine.")
-@click.option("--seconds", type=FiniteRange(1e-6), default=20.0, help="How long requests come.")
+@click.option("--rate", type=FiniteRange(1e-6), default=1.0, help="Requests/s per decode engine.")
+@click.option("--seconds", type=FiniteRange(1e-6), default=20.0, help="How long requests arrive.")
 @click.option(
-    "--tokens", type=click.IntRange(1, MAX_TOKENS), default=4096, help="Median prompt, lognormal."
+    "--tokens",
+    type=click.IntRange(1, MAX_TOKENS),
+    default=4096,
+    help="Median prompt length; lengths are lognormal.",
 )
-@click.option("--spread", type=FiniteRange(0, 10), default=0.8, help="Sigma of its logarithm.")
-@click.option("--trace", type=PATH, help='Requests instead: a line "seconds tokens" each.')
+@click.option("--spread", type=FiniteRange(0, 10), default=0.8, help="Sigma of that distribution.")
+@click.option(
+    "--trace", type=PATH, help='Take requests from a file, with a line "seconds tokens" each.'
+)
 @click.option("--link", type=FiniteRange(1e-3), default=400.0, help="Gbit/s of a rank's link.")
-@click.option("--latency-us", type=FiniteRange(0), default=20.0, help="Of a link.")
+@click.option("--latency-us", type=FiniteRange(0), default=20.0, help="Latency of a link.")
 @click.option(
     "--idle-timeout",
     type=FiniteRange(PEER.timeout_s),
     default=PEER.idle_timeout_s,
     help="Seconds until idle engines disconnect.",
 )
-@click.option("--seed", type=int, default=0, help="Of arrivals, lengths and the router's choices.")
+@click.option(
+    "--seed", type=int, default=0, help="Seed of arrivals, lengths and the router's choices."
+)
 @picture_option
 @json_flag
 def simulate(

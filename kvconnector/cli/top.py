@@ -87,17 +87,17 @@ class Snapshot:
 @click.option(
     "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between refreshes."
 )
-@click.option("--count", type=click.IntRange(1), help="End after this many refreshes.")
-@click.option("--svg", type=OutputPath(".svg"), help="Write the last screen here.")
+@click.option("--count", type=click.IntRange(1), help="Exit after this many refreshes.")
+@click.option("--svg", type=OutputPath(".svg"), help="Write the last screen to this file.")
 @json_flag
 def top(
     endpoints: tuple[str, ...], interval: float, count: int | None, svg: Path | None, json: bool
 ) -> int:
     """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their causes. Ctrl-C ends.
 
-    ENDPOINTS are engines, http://10.0.0.5:8000, or the full URLs of their metrics. Of an engine that serves
+    ENDPOINTS are engines, such as http://10.0.0.5:8000, or the full URLs of their metrics. If an engine serves
     `/transfers` beside its metrics, each load under way is shown with its progress. With --json each refresh is a line.
-    Exit status 1 if no endpoint has shown an engine at the last refresh.
+    The exit status is 1 if the last refresh reached no engine.
     """
     urls = [_metrics_url(endpoint) for endpoint in endpoints]
     console, screen = terminal(), Group()
