@@ -11,7 +11,8 @@ Here a `Finder` answers at once, if the address was asked before and its request
 its thread hands each address to a few workers, one question at a time, so an address that does not answer delays no
 others that do. A `Poster` has one thread, and repeats what fails. Nothing here blocks SGLang's thread.
 
-*Clock.* An answer takes at most `ANSWER_S`, however it comes: a client may name an address where bytes come one by one.
+*Clock.* To connect takes at most `ANSWER_S`, with the look-up of the host's name, and so does an answer, however it
+comes: a client may name hosts that no name server knows, and addresses where bytes come one by one.
 The wait for a room has no deadline here: who asked gives up (`forget`) at its own.
 """
 
@@ -32,6 +33,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnector.control.address import HostPort, parse_address
+from kvconnector.control.lookup import Lookup, is_name
+from kvconnector.errors import TransportError
 from kvconnector.ids import MAX_PORT
 
 logger = logging.getLogger(__name__)
@@ -91,12 +94,52 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Incoming(sock, self.fp, time.monotonic() + ANSWER_S))
 
 
+class _Connection(http.client.HTTPConnection):
+    """A connection that is made within `ANSWER_S`, whatever the host's name server does. Its addresses have equal
+    shares of the time.
+    """
+
+    response_class = _Response
+
+    def connect(self) -> None:
+        until_s = time.monotonic() + ANSWER_S
+        left, failure = [*_addresses_of(self.host)], OSError("the host has no address")
+        while left:
+            share_s = (until_s - time.monotonic()) / len(left)
+            try:
+                self.sock = socket.create_connection(
+                    (left.pop(0), self.port), timeout=max(share_s, 1e-3)
+                )
+            except OSError as error:
+                failure = error
+            else:
+                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return
+        raise failure
+
+
+def _addresses_of(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host. Raises OSError: it has none, or they are not found in time."""
+    if not is_name(host):
+        return (host,)
+    ended = threading.Event()
+    try:
+        lookup = Lookup(host, ended.set)
+    except TransportError as error:
+        raise OSError(str(error)) from error
+    if not ended.wait(ANSWER_S):
+        lookup.abandon()
+        raise TimeoutError("the host name was not looked up in time")
+    if lookup.error:
+        raise OSError(f"the host name does not resolve: {lookup.error}")
+    return lookup.addresses
+
+
 class Asker:
     """One connection to a registry, kept open between questions. For one thread at a time."""
 
     def __init__(self, address: HostPort) -> None:
-        self._connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
-        self._connection.response_class = _Response
+        self._connection = _Connection(address.host, address.port, timeout=ANSWER_S)
         self._closed = threading.Event()
 
     def close(self) -> None:

@@ -207,6 +207,47 @@ def test_servers_whose_answers_never_end_delay_no_other_for_long(finder, registr
             finder.forget(address, 1)
 
 
+def test_a_name_that_nobody_looks_up_delays_no_other_for_long(finder, registry, monkeypatch):
+    """A client may name any host, and a name server may not answer for a minute."""
+    monkeypatch.setattr("kvconnector.integrations.sglang.registry.ANSWER_S", 0.2)
+    answers, look_up = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **named):
+        if host.endswith(".invalid"):
+            assert answers.wait(LIMIT_S)
+            raise OSError("no such host")
+        return look_up(host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    registry.rows = [_row(0, 1)]
+    names = [HostPort(f"host-{number}.invalid", 80) for number in range(WORKERS)]
+    try:
+        for name in names:
+            finder.want(name, 1, None)
+        _until(lambda: all(finder._servers[each].is_asked for each in names))
+        finder.want(_at(registry), 4, None)
+        _until_found(finder, _at(registry), 4)
+        _until(lambda: all("not looked up in time" in finder.trouble(each) for each in names))
+        for name in names:
+            finder.forget(name, 1)
+    finally:
+        answers.set()
+
+
+def test_the_next_address_of_a_name_is_asked_if_one_does_not_answer(registry, monkeypatch):
+    def getaddrinfo(host, *_, **__):
+        found = {"two.invalid": ["127.0.0.2", "127.0.0.1"]}.get(host, [host])
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, _at(registry).port))
+            for each in found
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    registry.rows = [_row(0, 1)]
+    with closing(Asker(HostPort("two.invalid", _at(registry).port))) as asker:
+        assert asker.ask("GET", route_of(-1, -1))["dp_size"] == 1
+
+
 def test_a_server_that_is_known_does_not_wait_for_new_ones_that_do_not_answer(finder, registry):
     registry.rows, registry.dp_size, registry.follows = [_row(0), _row(1)], 2, False
     registry.rooms = {registry_key(room): 1 for room in (4, 5)}
