@@ -186,7 +186,14 @@ class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 KeepingConnector.__abstractmethods__ = frozenset()
 
 
-OF_REQUEST = {"abort_immediately", "cache_salt", "lora_request", "mm_features", "trace_headers"}
+OF_REQUEST = {
+    "abort_immediately",
+    "cache_salt",
+    "lora_request",
+    "mm_features",
+    "resumable",
+    "trace_headers",
+}
 """Arguments of vLLM's `Request` that tests give."""
 
 

@@ -252,6 +252,15 @@ def test_a_prompts_last_token_is_left_to_the_decode_engine_in_all_its_forms(worl
             assert len(getattr(new, name)) == len(prompt) - 1 == 99
 
 
+def test_a_prompt_that_comes_in_parts_is_computed_whole(world):
+    """vLLM appends the next part to what it has of the prompt, so no token of it may be left out."""
+    window = attention(SlidingWindowSpec, sliding_window=32)
+    engine = world(role="kv_producer", specs=[attention(), window])
+    request = engine.add_with(100, dict(w.REMOTE_DECODE), resumable=True)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == 100
+    assert request.max_tokens == 4
+
+
 def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine = world(role="kv_producer")
     engine.add(100, dict(w.REMOTE_DECODE), max_tokens=4)

@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
+from kvconnector.errors import BlockIdError
 from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
@@ -96,6 +98,18 @@ def test_a_preempted_prompt_is_given_up(world):
     assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
+
+
+def test_blocks_that_cannot_be_ordered_end_one_stream_and_not_the_engine(world, caplog):
+    engine = world(role="kv_producer", engine=CHUNKS)
+    engine.add(140, dict(DECODE), max_tokens=1)
+    scheduler = engine.connector._scheduler_half._scheduler
+    with patch.object(scheduler, "grow", side_effect=BlockIdError("no such block")):
+        assert engine.step()[0].withdrawn == ["r1"]
+    assert "no such block" in caplog.text
+    while not (finished := engine.step()[1]):
+        pass
+    assert finished[0].kv_transfer_params["remote_num_tokens"] == 140
 
 
 def test_a_step_in_which_another_connector_loads_orders_nothing_of_a_prompt(world):
@@ -481,3 +495,28 @@ def test_what_has_arrived_of_another_prompt_is_not_kept(model, num_steps):
         until(lambda: request.num_output_tokens > 0, consumer)
         assert arrived(consumer, request) == LENGTH
         assert consumer.num_computed[request.request_id] == LENGTH
+
+
+def fail_once(engine):
+    """Plan a step in whose forward pass every rank fails."""
+    planned = engine.world.scheduler.schedule()
+    for rank in engine.ranks:
+        rank.before_forward(planned)
+    engine.world.complete(planned)
+
+
+@pytest.mark.ucx
+def test_orders_of_a_step_that_failed_are_carried_out_later(model):
+    """With its fault tolerance, vLLM aborts all requests then and goes on. No block stays with a transfer for ever."""
+    with acquainted(model) as (producer, consumer, _):
+        _, params = prefilled(producer, 1, 40)
+        fail_once(producer)  # its ranks do not get the lease
+        request = consumer.world.add(40, params, prompt=1)
+        until(lambda: request.num_output_tokens > 0, consumer, producer)
+        assert arrived(consumer, request) >= 40  # a first token may follow
+        _, params = prefilled(producer, 2, 40)
+        request = consumer.world.add(40, params, prompt=2)
+        fail_once(consumer)  # nor the order to load
+        consumer.world.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        consumer.may_fail = True
+        leave_nothing(producer, consumer)

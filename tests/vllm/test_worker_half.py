@@ -189,6 +189,17 @@ def test_layers_are_reported_in_order_and_before_the_step():
     assert len(worker.orders) == 3
 
 
+def test_what_a_failed_step_was_to_compute_is_not_read():
+    worker, replica = TakingWorker(), worker_half(None, kind=ReplicaHalf)
+    tokens = Watermark(4, 7)
+    grown = orders.GrowRequest("s", "s", "5" * 32, (GroupBlocks.of((2, 1)),), tokens)
+    step = ConnectorStep.of(StepMetadata(orders=(grown, hold(), load())))
+    worker_half(worker).take_failed_step(step)
+    assert worker.orders == [hold(), load()]
+    replica.take_failed_step(step)
+    assert replica.finished().finished_sending == {"p"}
+
+
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     half = worker_half(TakingWorker(LocalError("no")))
     half.start_step(ConnectorStep.of(StepMetadata(orders=(hold(), load()))))
@@ -215,7 +226,7 @@ def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invali
     """If it is not known how many tokens arrived, the request fails as a whole."""
     worker = TakingWorker()
     half = worker_half(worker)
-    half._parts = FailedParts.of([c.registered(c.attention())[0]])
+    half._parts = FailedParts.of([c.registered(c.attention())[0]], 1)
     blocks = replace(load(), local_blocks=(GroupBlocks.of((4, 2, 3), 3),))
     half.start_step(ConnectorStep.of(StepMetadata(orders=(blocks, load("good")))))
     worker._outbox.load_ended("d", LocalError("lost"), filled_tokens=filled)
@@ -230,7 +241,10 @@ def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invali
 def test_unfilled_blocks_are_named_as_vllm_counts_them():
     """Where an attention backend splits vLLM's blocks, a load names kernel blocks."""
     options = {"backend": "FLASHINFER", "kernel_block_size": c.SIZE}
-    parts = FailedParts.of([c.registered(c.attention(block_size=2 * c.SIZE), **options)[0]])
+    groups = [c.registered(c.attention(block_size=2 * c.SIZE), **options)[0]]
+    # vLLM ends its engine core over the id of a block that one of several groups has
+    assert FailedParts.of(groups, 2) is None
+    parts = FailedParts.of(groups, 1)
     order = replace(load(tokens=(0, 4 * c.SIZE)), local_blocks=(GroupBlocks.of((8, 9, 4, 5)),))
     parts.expect([order])
     lost = WorkerOutput(finished_recving={"d"}, filled_tokens={"d": 2 * c.SIZE + 1})
@@ -256,6 +270,7 @@ def test_a_load_that_ended_does_not_wait_for_others():
     worker = TakingWorker()
     connector = object.__new__(integration.KVConnector)
     connector._worker_half, connector._has_ended_loads = worker_half(worker), False
+    connector._untaken = None
     connector.bind_connector_metadata(ConnectorStep(b"", is_idle=True))
     first, other = load(), load("other")
     connector._worker_half.start_step(ConnectorStep.of(StepMetadata(orders=(first, other))))

@@ -71,6 +71,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._has_ended_loads = False
+        self._untaken: ConnectorStep | None = None
+        """A step that this rank has begun, and whose orders it has not taken yet."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(vllm_config, settings)
             return
@@ -121,6 +123,17 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step. If this rank has failed in the step before, without the end of its engine (vLLM 0.33's
+        `--enable-fault-tolerance`), take what is left of that step's orders: the others have them, and no later step
+        repeats them.
+        """
+        if self._untaken is not None:
+            self._worker.take_failed_step(self._untaken)
+        is_ours = isinstance(connector_metadata, ConnectorStep)
+        self._untaken = connector_metadata if is_ours else None
+        super().bind_connector_metadata(connector_metadata)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End the leases on blocks that the step gives to other requests, before its kernels write to them."""
         if isinstance(kv_connector_metadata, ConnectorStep):
@@ -131,6 +144,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         step = self._get_connector_metadata()
         if not isinstance(step, ConnectorStep):
             raise LocalError("this is another connector's metadata", found=type(step).__name__)
+        self._untaken = None
         self._worker.start_step(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -251,6 +251,7 @@ class SchedulerHalf:
             or request.request_id in self._shortened
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()
+            or request.resumable  # vLLM appends the next part of its input to what is left
         ):
             return
         for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
@@ -366,13 +367,17 @@ class SchedulerHalf:
         computed = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
         num_tokens, step_stop = (min(each, request.num_prompt_tokens) for each in computed)
         tables = planned.kv_connector_block_state.get_block_ids(request_id)
-        self._scheduler.grow(
-            request_id,
-            blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
-            num_tokens=num_tokens,
-            # the draft model's kernels are launched after the workers have taken the step's orders
-            ahead_tokens=0 if self._vllm_config.speculative_config else step_stop,
-        )
+        try:
+            self._scheduler.grow(
+                request_id,
+                blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
+                num_tokens=num_tokens,
+                # the draft model's kernels are launched after the workers have taken the step's orders
+                ahead_tokens=0 if self._vllm_config.speculative_config else step_stop,
+            )
+        except KVConnectorError:
+            logger.exception("request %s is not streamed any more", request_id)
+            self._scheduler.withdraw(request_id)
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take the workers' reports. Reports that repeat earlier ones are removed from `output`, because vLLM would end

@@ -44,9 +44,12 @@ class FailedParts:
         self._unfilled = set[int]()
 
     @classmethod
-    def of(cls, groups: Sequence[RegisteredGroup]) -> FailedParts | None:
-        """Make one for a model with these cache groups. Returns None if vLLM can keep no part of a failed load."""
-        return cls(groups[0]) if [group.info.keeps for group in groups] == ["all"] else None
+    def of(cls, groups: Sequence[RegisteredGroup], num_vllm_groups: int) -> FailedParts | None:
+        """Make one for a model with these cache groups. Returns None if vLLM can keep no part of a failed load: with
+        several groups, even of which only one is transferred, it ends its engine core over a block's id.
+        """
+        is_only_one = num_vllm_groups == 1 and [group.info.keeps for group in groups] == ["all"]
+        return cls(groups[0]) if is_only_one else None
 
     def expect(self, orders: Sequence[Order]) -> None:
         """Record the loads among a step's orders, and so the blocks that they fill."""

@@ -123,7 +123,7 @@ class WorkerHalf:
         self._worker = worker
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         if self._host_buffer is None and policy == "recompute":
-            self._parts = FailedParts.of(self._groups)
+            self._parts = FailedParts.of(self._groups, len(self._kv_cache_config.kv_cache_groups))
         # a mirror gets a step's blocks only at its end, and both halves of a split batch call `save_kv_layer`
         if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
             self._layers = {
@@ -146,7 +146,18 @@ class WorkerHalf:
 
     def start_step(self, step: ConnectorStep) -> None:
         """Take a step's orders; never blocks. An order that cannot be carried out fails only its own request."""
-        self._begun, taken = step, step.decode()
+        self._begun = step
+        self._start(step, step.decode())
+
+    def take_failed_step(self, step: ConnectorStep) -> None:
+        """Take the orders of a step whose kernels have failed on this rank. What they were to compute of prompts that
+        consumers follow is not there.
+        """
+        taken = step.decode()
+        orders = tuple(each for each in taken.orders if not isinstance(each, GrowRequest))
+        self._start(step, replace(taken, orders=orders))
+
+    def _start(self, step: ConnectorStep, taken: StepMetadata) -> None:
         if taken.is_empty:
             return
         orders = taken.orders
@@ -385,6 +396,10 @@ class ReplicaHalf(WorkerHalf):
         self._unreported.finished_sending.update(
             order.request_id for order in step.decode().orders if isinstance(order, HoldRequest)
         )
+
+    def take_failed_step(self, step: ConnectorStep) -> None:
+        """Take a step's orders: this rank's part in them does not depend on its kernels."""
+        self.start_step(step)
 
     def withdraw(self, step: ConnectorStep) -> None:
         """Do nothing: no rank reads these caches."""
