@@ -1,8 +1,8 @@
 """The consumer's session: the loads of one worker and the engines they come from, as a pure state machine.
 
-A load is over when all of its reads have finished, or when one failed and nothing writes the request's blocks any more.
-Chunks that the peer still sends for a stopped read are drained into staging memory and dropped, so a late chunk never
-lands in blocks that belong to another request.
+A load is over when all of its reads have finished, or when one has failed and nothing writes to the request's blocks
+any more. Chunks that the peer still sends for a stopped read are drained into staging memory and dropped, so a late
+chunk never lands in blocks that belong to another request.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ LOAD_TABLE: Table[LoadState] = Table(
 
 
 class ConsumerSession:
-    """All loads of one consumer worker. `handle` is the only way in.
+    """All loads of one consumer worker. All events come in through `handle`.
 
     `element_orders[group, family]` is the order in which this worker unpacks a segment fastest. `stream`: read prompts
     that are still being computed. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is
@@ -221,7 +221,7 @@ class ConsumerSession:
         load.move(LoadState.CONNECTING)
 
     def _advance(self, load: Load, now: float) -> None:
-        """Begin one read from each rank of the ready producer that has tokens for us which no read covers yet."""
+        """From each rank of a ready producer that has tokens for us which no read covers yet, begin one read."""
         engine = load.engine
         workers = engine.workers.values() if load.is_followed else ()
         links = [worker.link.number for worker in workers]
@@ -277,7 +277,7 @@ class ConsumerSession:
         self._after_read(load, now)
 
     def _receive_stopped(self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float) -> None:
-        """End an incomplete read that writes our blocks no more."""
+        """End an incomplete read that no longer writes to our blocks."""
         read = event.read
         load = read.load
         load.accept(event, now)
@@ -303,7 +303,7 @@ class ConsumerSession:
 
     def _read_cut_short(self, event: FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
         ended, read = event.message, self._read_named(event)
-        # a peer may end a read once, and only after it was asked for it
+        # a peer may end a read only once, and only after we have asked for the read
         if read is None or not read.is_asked or read.is_peer_over:
             return
         self._peer_ended(read, ended, now)
@@ -313,7 +313,7 @@ class ConsumerSession:
             self._fail(read.load, error, now)
 
     def _read_named(self, event: FromPeer[Any]) -> RankRead | None:
-        """Return the read that a producer worker says has ended, if it is one from that worker."""
+        """Return the read that a producer worker reports as ended, if the read is from that worker."""
         if not isinstance(event.message, m.ReadRefused | m.ReadEnded):
             return None
         engine = self._engines.ready_at(event.link)
@@ -341,7 +341,7 @@ class ConsumerSession:
         self._work_off(now)
 
     def _fail_if_lost(self, read: RankRead, now: float) -> None:
-        """Fail the load of `read` now if its engine was lost, although its turn in the backlog has not come yet."""
+        """If the engine of `read` was lost, fail its load now, without waiting for its turn in the backlog."""
         engine = read.load.engine
         if engine.loss is not None and read.is_peer_over and not read.is_stopped:
             read.load.accept(ev.EngineLost(engine, engine.loss), now)
@@ -430,7 +430,9 @@ class ConsumerSession:
         self._fail(load, load.timeout_error(waits_for_slots=is_waiting), now)
 
     def _fail(self, load: Load, error: KVConnectorError, now: float) -> None:
-        """Stop all reads of a load. It ends once none of them writes its blocks and the engine has asked for it."""
+        """Stop all reads of a load. The load ends once none of them writes to its blocks and the engine has asked for
+        it.
+        """
         error.context.setdefault("engine", load.engine.name.engine_id)
         load.error = error
         load.deadline = NEVER
@@ -440,7 +442,7 @@ class ConsumerSession:
             self._notify_producer_started(load)
             return
         if not isinstance(error, PeerLostError):
-            # an engine that took its blocks back may have filled them anew before its worker ended the lease
+            # an engine that took its blocks back may have written other data to them before its worker ended the lease
             load.forget_reads(load.order)
         for read in load.reads.values():
             self._reads.stop(read, now)
@@ -507,7 +509,9 @@ class ConsumerSession:
             )  # its load then fails, as this worker does not know the request
 
     def _report_counts(self, event: ev.OfReceive, now: float) -> None:
-        """Apply what a report of the data path says about a read, whatever its handler has applied. Idempotent."""
+        """Apply what a report of the data path says about a read, no matter how much of it its handler has applied.
+        Idempotent.
+        """
         read = event.read
         if isinstance(event, ev.ReceiveFinished | ev.ReceiveStopped | ev.ReceiveFailed):
             read.load.remove_read(read)
@@ -520,7 +524,7 @@ class ConsumerSession:
             self._stop_or_lose(read, now)
 
     def _end_load(self, load: Load, now: float, error: Exception) -> None:
-        """End a load in whose handling an exception was raised, and note it."""
+        """End a load whose handler raised an exception, and note the exception."""
         self._engine.note_contained(f"request {load.request_id}", error)
         self._stop_load(load, now, error)
 
@@ -550,8 +554,8 @@ class ConsumerSession:
             self._engines.end_transfer(load.engine.name, load.abort(), now)
 
     def _stop_or_lose(self, read: RankRead, now: float) -> None:
-        """Stop a read. If its peer cannot be asked to stop sending, give up the peer. If that is done already, only the
-        worker is left to end: the read's blocks may still be written.
+        """Stop a read. If its peer cannot be asked to stop sending, give up the peer. If the peer was already
+        given up, a failure ends the worker, because something may still write to the read's blocks.
         """
         if read.is_peer_over:
             self._reads.stop(read, now)
@@ -581,7 +585,7 @@ class ConsumerSession:
 
 
 class Reads:
-    """Begins and ends reads. Its load and its engine list each of them."""
+    """Begins and ends reads. Each read is listed by its load and by its engine."""
 
     def __init__(self, ports: Ports, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
         self._data, self._links = ports.data, ports.links
@@ -621,7 +625,7 @@ class Reads:
             self._links.send(read.worker.link, m.CancelRead(read_id=read.read_id))
 
     def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
-        """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is lost."""
+        """Drain a read, of which the peer sends only the first `sent_chunks` chunks; None: the peer is lost."""
         read.is_peer_over = True
         if sent_chunks is None:
             read.deadline = NEVER

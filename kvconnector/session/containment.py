@@ -1,14 +1,13 @@
 """What an unexpected exception in a session ends: one request or one link, and never the worker.
 
-Theory
-------
-*What is contained.* Any exception that leaves a handler, be it a bug or the refusal of a port, except two. A
-`WorkerFault` ends the worker: the data path's or the transport's own state is torn. A refusal of an order or a message
-(`is_refusal`) is raised before the handler has changed anything, so the driver logs it and nothing ends.
+Theory ------ *What is contained.* Any exception that leaves a handler, whether it comes from a bug or from a port that
+refuses, with two exceptions. A `WorkerFault` ends the worker: the data path's or the transport's own state is torn. A
+refusal of an order or a message (`is_refusal`) is raised before the handler has changed anything, so the driver logs it
+and nothing ends.
 
 *What contains it.* The innermost loop or table that knows whose event it was: a session for its requests, `Peers` and
-`RemoteEngines` for their links, and loops over many records for each of them. So the records behind it in the same loop
-go on. The exception is noted once, where it is contained.
+`RemoteEngines` for their links, and loops over many records for each of them. So the remaining records of the same loop
+are still handled. The exception is noted once, where it is contained.
 
 *What a half-applied transition may have done.* Anything between the handler's first and last line. So what contains
 does not use the transition tables, and does not ask what has been done: each of its steps may be repeated, and a
@@ -107,8 +106,7 @@ def handled(
 def settle(contain: Callable[..., None], *arguments: object) -> None:
     """Call what contains an exception.
 
-    Raises:
-        WorkerFault: that failed, too.
+    Raises: WorkerFault: containing it failed too.
     """
     try:
         contain(*arguments)

@@ -85,9 +85,9 @@ class RemoteEngines:
     `on_change` is called when an engine becomes ready or is lost.
 
     At most `PeerConfig.max_unknown_engines` that were never ready are greeted at a time: requests may name any address,
-    and one where nobody answers takes its descriptors until its time is over. Others are queued, with as much time:
-    first those that some load wants, then those that only have to hear that a transfer is over here, so that they give
-    its blocks back before its lease ends.
+    and an address where nobody answers occupies descriptors until it times out. Others are queued, for as
+    long as a greeting may take: first the engines that a load wants, then those that only have to be told that a
+    transfer is over here, so that they free its blocks before its lease ends.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RemoteEngines:
         return engine
 
     def ready_at(self, link: Link) -> RemoteEngine | None:
-        """Return the engine whose worker is at `link`, if it can be read from now."""
+        """Return the engine whose worker is at `link`, if it is ready to be read from."""
         worker = link.peer
         if isinstance(worker, RemoteWorker) and worker.engine.is_ready:
             return worker.engine
@@ -148,7 +148,7 @@ class RemoteEngines:
         elif engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine)
             if now > asked_at + self._settings.timeout_s:
-                # a connection attempt over a broken network may hang long after the network works again
+                # a connection attempt over a broken network may keep hanging long after the network works again
                 self._close(engine)
                 self._resolve(engine, now)
         elif engine.state is EngineState.BACKOFF:
@@ -233,7 +233,7 @@ class RemoteEngines:
         self._queued[engine] = None
 
     def _leave_queue(self, engine: RemoteEngine) -> None:
-        """Take an engine out of the queue, or give its place among the greeted strangers to the next one."""
+        """Remove an engine from the queue, or give its place among the strangers being greeted to the next one."""
         self._queued.pop(engine, None)
         self._to_notify.pop(engine, None)
         if engine not in self._strangers:
@@ -252,7 +252,7 @@ class RemoteEngines:
         engine.until = now + self.patience_s(engine)
         link = engine.directory_link = Link(next(self._link_numbers), engine)
         engine.has_named_ranks = False
-        # a guess that is right for an engine like ours. Its geometry will show which ranks we need
+        # this guess is right for an engine like ours. Its geometry will show which ranks we really need
         ours, rank = self._topology.engine, self._topology.rank
         name = engine.name
         self._links.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
@@ -347,7 +347,7 @@ class RemoteEngines:
             # mapped already if the pools had changed once more before this event came
             if worker.export is not None and not worker.link.maps_pools:
                 self._links.map_pools(worker, worker.export)
-            engine.heartbeat_at = now  # the worker waits to hear that its memory is free
+            engine.heartbeat_at = now  # the worker waits until it is told that its memory is free
             return
         reply = event.message
         if reply.refusal is None and reply.incarnation == worker.incarnation:

@@ -69,7 +69,7 @@ class WarmedUp(msgspec.Struct, frozen=True):
 
 
 class PoolsUnmapped(msgspec.Struct, frozen=True):
-    """The pools of a producer worker are mapped no more."""
+    """The pools of a producer worker are no longer mapped."""
 
     link: Link
 
@@ -85,7 +85,7 @@ class ReceivePosted(OfReceive, frozen=True):
 
 
 class ReceiveAdvanced(OfReceive, frozen=True):
-    """Another chunk of a read arrived, or a direct read went on by another piece."""
+    """Another chunk of a read arrived, or another piece of a direct read was copied."""
 
 
 DIRECT_PATH = "direct"
@@ -106,13 +106,13 @@ class ReceiveFinished(OfReceive, frozen=True):
 
 
 class ReceiveFailed(OfReceive, frozen=True):
-    """The data path could not complete a read and writes our blocks no more. `ReceiveDrained` follows."""
+    """The data path could not complete a read and no longer writes to our blocks. `ReceiveDrained` follows."""
 
     error: KVConnectorError
 
 
 class ReceiveStopped(OfReceive, frozen=True):
-    """A stopped read writes our blocks no more. `ReceiveDrained` follows."""
+    """A stopped read no longer writes to our blocks. `ReceiveDrained` follows."""
 
 
 class ReceiveDrained(OfReceive, frozen=True):

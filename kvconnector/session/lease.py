@@ -75,7 +75,7 @@ REFUSAL_OF = {
     LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),
 }
 _USED_NAMES = "the transfer is complete: draw names anew"
-"""The text for a transfer that its router named, and may name again by mistake."""
+"""The error text for a transfer whose name was drawn by the router, which may use the name again by mistake."""
 
 
 class Lease(Tracked[LeaseState]):
@@ -158,7 +158,7 @@ class Lease(Tracked[LeaseState]):
         )
 
     def refusal(self) -> tuple[Refusal, str]:
-        """Return the refusal of who asks for it once its outcome is known."""
+        """Return the refusal for peers that ask for the lease after its outcome is known."""
         outcome = self.outcome or LeaseState.ABORTED
         refusal, text = REFUSAL_OF[outcome]
         if isinstance(self.reason, OfferReclaimedError):
@@ -193,7 +193,7 @@ class Send(msgspec.Struct, eq=False):
 
 
 def _is_same(ours: str, theirs: str) -> bool:
-    # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
+    # encoded, because `compare_digest` raises TypeError for non-ASCII text, and this text comes from a peer
     return hmac.compare_digest(ours.encode(), theirs.encode())
 
 
@@ -215,7 +215,7 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
 
 
 class EndedLeases:
-    """The last `limit` leases that ended, and the refusals of who asks for them late."""
+    """The last `limit` leases that ended, with the refusals for peers that ask for them too late."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -234,6 +234,6 @@ class EndedLeases:
         return None if ended is None else ended[1]
 
     def has_released(self, transfer_id: str, secret: str) -> bool:
-        """Returns True if it is remembered that the consumers of this lease had all that they needed."""
+        """Returns True if the lease is remembered as one whose consumers had everything that they needed."""
         state, _ = self._ended.get((transfer_id, secret), (None, None))
         return state is LeaseState.RELEASED

@@ -1,4 +1,6 @@
-"""One connection to a peer: the record that sessions, ports and events pass to each other; and what comes on it."""
+"""One connection to a peer: the record that sessions, ports and events pass to each other, and the messages that arrive
+on it.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _LACKS = {
 
 
 class Piece(NamedTuple):
-    """A part of a load that is read at once: these tokens of each cache group, or rows of one that is compressed, in
+    """A part of a load that is read at once: these tokens of each cache group (rows, if the group is compressed) in
     these layers (global indices).
     """
 
@@ -208,9 +208,7 @@ class Load(Tracked[LoadState]):
         return Piece(ranges, range(first, layer_stop))
 
     def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
-        """Return what is left of the tokens below `stop`, nothing of groups that some workers cannot be read of
-        yet.
-        """
+        """Return the unread tokens below `stop`, but none of groups that cannot be read from all workers yet."""
         ranges = []
         for group, tokens in enumerate(self.unread_tokens):
             is_there = tokens and all(_has(report, group) for report in reports)
@@ -219,7 +217,7 @@ class Load(Tracked[LoadState]):
         return tuple(ranges)
 
     def ask(self, asked: LoadRequest, now: float) -> KVConnectorError | None:
-        """Record the engine's order. If a worker's check refused its blocks, `filled_tokens` stays unknown.
+        """Record the engine's order. If a worker's check has refused its blocks, `filled_tokens` remains unknown.
 
         Returns:
             The reason why it cannot be loaded, if already known.
@@ -258,8 +256,8 @@ class Load(Tracked[LoadState]):
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def remove_read(self, read: RankRead) -> None:
-        """Remove a read that writes our blocks no more, however it ended. What counts even of a failed read is added to
-        the trace here, if the read was still listed. Idempotent.
+        """Remove a read that no longer writes to our blocks, no matter how it ended. What counts even of a failed read
+        is added to the trace here, if the read was still listed. Idempotent.
         """
         self.reads.pop(read.read_id, None)
 
@@ -328,7 +326,7 @@ def _producer_started(reported: m.Progress) -> bool:
 
 
 def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
-    """Return a value that grows from one report of a worker to the next."""
+    """Return a value that increases from each report of a worker to the next."""
     return reported.is_complete, reported.watermark, _producer_started(reported)
 
 
@@ -393,7 +391,8 @@ MIN_HEARTBEAT_INTERVAL_S = 0.05
 
 
 MAX_NAMED_BYTES = 24 << 10
-"""The most bytes of transfers' names in a heartbeat: with the rest of them it fits into any peer's longest message."""
+"""The most bytes of transfers' names in a heartbeat, so that the whole heartbeat fits into any peer's longest message.
+"""
 LONGEST_NAME_BYTES = 2 << 10
 """Of 512 characters."""
 
@@ -449,7 +448,7 @@ class RemoteWorker:
 
     @property
     def silent_at(self) -> float:
-        """The time at which we give it up without an answer. Its greeting may have taken longer than its timeout."""
+        """The time at which we give it up if it stays silent. Its greeting may have taken longer than its timeout."""
         return max(self.alive_at, self.greeted_at) + self.timeout_s
 
     def heartbeat_sent(self, now: float) -> int:
@@ -508,7 +507,7 @@ class EngineLoads:
 
     @property
     def num_heartbeats(self) -> int:
-        """Number of heartbeats that name all loads. Long names need more of them."""
+        """The number of heartbeats needed to name all loads. Long names need more of them."""
         # the last name of each may be the one that no longer fits
         by_bytes = self._names_bytes / (MAX_NAMED_BYTES - LONGEST_NAME_BYTES)
         return max(1, ceil(len(self.heartbeat_queue) / m.MAX_NAMED), ceil(by_bytes))
@@ -520,8 +519,9 @@ class EngineLoads:
     def take_turn(
         self, limit: int, links: Collection[int]
     ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
-        """Return the next transfers that a heartbeat names, at most `limit` or `MAX_NAMED_BYTES`, and move them to the
-        end: those to renew, and the followed ones of which some worker at `links` has not reported yet.
+        """Return the next transfers for a heartbeat to name, at most `limit` of them or `MAX_NAMED_BYTES`, and move
+        them to the end of the queue: first those to renew, then the followed ones on which some worker at `links` has
+        not reported yet.
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
@@ -598,8 +598,8 @@ class RemoteEngine(Tracked[EngineState]):
         return min(self.heartbeat_at, self.silent_at)
 
     def find_silent(self, now: float) -> Rank | None:
-        """Return the rank of a worker that has been silent for too long, None if there is none. The workers are looked
-        at once in a timeout: what they answer meanwhile only extends it.
+        """Return the rank of a worker that has been silent for too long, or None. The workers are checked only once per
+        timeout, because answers that come in between can only extend it.
         """
         if now < self.silent_at:
             return None

@@ -91,8 +91,8 @@ class LoadRequest(_Order, frozen=True):
 
 
 class DropRequest(_Order, frozen=True):
-    """The consumer gives up a wanted or loading request. `needs_none`: it goes on with what it has, and a request that
-    is only wanted ends at the producer as if it had been read.
+    """The consumer gives up a wanted or loading request. `needs_none`: it continues with what it has, and a request
+    that is only wanted ends at the producer as if it had been read.
     """
 
     needs_none: bool = False
@@ -114,5 +114,5 @@ class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if a worker need not see it."""
+        """Returns True if workers need not receive it."""
         return not (self.engine or self.orders)

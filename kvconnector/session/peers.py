@@ -28,15 +28,17 @@ from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_EARLY_BYTES = 64 << 20
-"""Bytes of one peer's events, as many as of its messages that wait for their turns (`runtime.links`): peers that have
-followed many prompts leave room for those of the others.
+"""The most bytes of one peer's events, as many as for its messages that wait for their turns (`runtime.links`). So a
+peer that follows many prompts leaves room for the events of others.
 """
 MAX_ALL_EARLY_BYTES = 4 * MAX_EARLY_BYTES
-"""Bytes of all peers' events, however many connections there are. What is beyond them is refused to those that have
-most.
+"""The most bytes of all peers' events, no matter how many connections there are. Beyond this limit the peers that have
+most are refused.
 """
 EVENT_BYTES = 512
-"""Bytes that an event counts besides a read's ranges and blocks. So there is room for 131,072 followed prompts."""
+"""Bytes counted for each event in addition to a read's ranges and blocks. So there is room for 131,072 followed
+prompts.
+"""
 
 EarlyEvent: TypeAlias = FromPeer[m.Read | m.TransferKey]
 
@@ -123,8 +125,8 @@ class EarlyEvents:
         return f"<early events of {len(self._by_transfer)} transfers>"
 
     def keep(self, peer: Peer, event: EarlyEvent, until: float) -> list[EarlyEvent]:
-        """Keep an event. Returns those, of any peers, for which there is no room now: this one if its peer has too
-        many, the newest ones of those that have most if all together have too many.
+        """Keep an event. Returns the events, of any peer, for which there is no room now: this one if its peer has too
+        many; if all peers together have too many, the newest events of those that have most.
         """
         name, nbytes = name_of(event), _nbytes(event)
         if name in peer.early:
@@ -181,7 +183,7 @@ class EarlyEvents:
 
 
 def name_of(event: EarlyEvent) -> int | m.TransferKey:
-    """Return the name under which a peer has at most one event: the number of a read, else the message itself."""
+    """Return the name under which a peer can have only one event: a read's number, otherwise the message itself."""
     return event.message.read_id if isinstance(event.message, m.Read) else event.message
 
 
@@ -237,7 +239,7 @@ class Peers:
             peer.link.peer = None
 
     def keep_alive(self, link: Link, now: float) -> None:
-        """Record that a message came on `link`, so the worker there is alive."""
+        """Record that a message came on `link`, which shows that the worker there is alive."""
         peer = _peer_at(link)
         if peer is not None:
             peer.last_message_at = now
@@ -252,7 +254,7 @@ class Peers:
         self.give_up(link, now, error)
 
     def give_up(self, link: Link, now: float, error: Exception) -> None:
-        """Give up a consumer worker, whatever an unexpected exception left half done."""
+        """Give up a consumer worker, no matter what an unexpected exception left half done."""
         peer = _peer_at(link)
         if peer is not None:
             peer.force(_S.LOST, now)
@@ -274,7 +276,7 @@ class Peers:
     def _welcome(self, peer: Peer, event: ev.EndpointOpened, now: float) -> None:
         try:
             self._links.send(peer.link, self.reply)
-        except IncompatiblePeerError as reason:  # it takes no message as long as our answer
+        except IncompatiblePeerError as reason:  # it does not accept messages as long as our answer
             self._lose(peer, event, reason, now)
             return
         peer.accept(event, now)

@@ -1,7 +1,6 @@
-"""The ways out of the sessions: what they call of links, of the data path, and of the engine's reports.
-
-A session calls these methods while it handles an event. None of them waits or calls the session back: results arrive as
-later events. Those of these base classes do nothing.
+"""The outputs of the sessions: the methods of links, the data path and the engine's reports that they call. A session
+calls these methods while it handles an event. None of them waits or calls the session back: results arrive as later
+events. In these base classes the methods do nothing.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class LinkPort:
         """
 
     def unmap_pools(self, link: Link) -> None:
-        """Unmap the pools of the producer worker at `link`, once no read of them is under way. Further reads are
-        packed. `PoolsUnmapped` follows, also if they were not mapped.
+        """Unmap the pools of the producer worker at `link`, once no read of them is under way. Later reads are packed.
+        `PoolsUnmapped` follows, even if they were not mapped.
         """
 
     def map_pools(self, worker: RemoteWorker, export: PoolExport) -> None:
@@ -103,8 +102,9 @@ class DataPathPort:
         """
 
     def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
-        """Drain a stopped read of which the peer sent exactly `sent_chunks`: receive and drop these, cancel the other
-        receives. None: the peer is lost, so cancel all. `ReceiveDrained` follows. Idempotent.
+        """Drain a stopped read, of which the peer has sent exactly `sent_chunks` chunks: receive and drop these, and
+        cancel the other receives. None means that the peer is lost: cancel all receives. `ReceiveDrained` follows.
+        Idempotent.
         """
 
 
@@ -121,7 +121,7 @@ class EnginePort:
         """Report the end of a load: the engine may use its blocks, or `error` is the reason why it may not."""
 
     def fail_load(self, request_id: str, error: KVConnectorError) -> None:
-        """Report a failed load of which nothing else is known for certain."""
+        """Report a failed load about which nothing else is certain."""
 
     def release(
         self,
@@ -139,7 +139,7 @@ class EnginePort:
 
 
 class Ports(NamedTuple):
-    """All ways out of a session."""
+    """All outputs of a session."""
 
     links: LinkPort
     data: DataPathPort

@@ -106,8 +106,8 @@ LEASE_TABLE: Table[LeaseState] = Table(
 
 
 class ProducerSession:
-    """All leases and peers of one producer worker. `handle` is the only way in; `peers.py` has the
-    table of peers.
+    """All leases and peers of one producer worker. All events come in through `handle`; `peers.py` has the table of
+    peers.
 
     `reply` is the answer to the `Hello` of each compatible consumer. If it has an export, leases are published on the
     board for consumers of this host. A consumer may be silent for `timeout_s`, and has named each request that it waits
@@ -161,8 +161,8 @@ class ProducerSession:
             handler(self, event, now)
 
     def change_reply(self, reply: m.HelloReply, links: Iterable[Link]) -> list[Link]:
-        """Answer greetings with `reply` from now on. Returns the consumers among `links` that had an earlier answer. It
-        may differ in its export alone.
+        """Answer greetings with `reply` from now on. Returns the consumers among `links` that were sent an earlier
+        answer. The two replies may differ only in their exports.
         """
         self._reply = self._peers.reply = reply
         return [link for link in links if self._peers.ready(link) is not None]
@@ -242,18 +242,19 @@ class ProducerSession:
         self._end(lease, LeaseState.ABORTED, _withdrawn_error())
 
     def _report_early_end(self, event: HoldRequest, now: float) -> None:
-        """Report a prompt whose lease ended before it was complete: as read, if its consumers needed no more of it."""
+        """Report a prompt whose lease ended before the prompt was complete. If its consumers needed no more of it,
+        report it as read.
+        """
         error, outcome = None, LeaseState.RELEASED
         if not self._ended_early.has_released(event.transfer_id, event.secret):
             error, outcome = _given_up_error(), _ABORTED
         self._engine.release(event.request_id, outcome.value, HoldTrace(now, now), error)
 
     def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
-        """Take back a held request for which no consumer has asked: the pool is full of such.
-
-        A consumer asks for a new request with its next heartbeat only, and a consumer of this host may already be
-        reading it. So the request stays until it would have been named. A direct read that begins later still looks at
-        the board again, as at any other end of a lease.
+        """Take back a held request that no consumer has asked for, because the pool is full of such requests. A
+        consumer asks for a new request only with its next heartbeat, and a consumer on this host may already be reading
+        it. So the request stays until a heartbeat would have named it. A direct read that is still under way then
+        checks the board afterwards, as at any other end of a lease.
         """
         lease = self._by_request.get(event.request_id)
         if lease is None:
@@ -264,7 +265,9 @@ class ProducerSession:
             self._end_if_reclaimed(lease, now)
 
     def _end_if_reclaimed(self, lease: Lease, now: float) -> None:
-        """End a lease that is taken back if no consumer has asked for it by `reclaim_at`. Otherwise plan its end."""
+        """If no consumer has asked by `reclaim_at` for a lease that is taken back, end it. Before that time, plan its
+        end.
+        """
         if lease.is_wanted:
             lease.reclaim_at = NEVER
         if lease.reclaim_at <= now:
@@ -305,15 +308,15 @@ class ProducerSession:
             self._data.start_send(send)
 
     def _early_read(self, peer: Peer, event: FromPeer[m.Read], now: float) -> None:
-        """Refuse a read, or keep it until its lease comes: the router can be faster than our engine's next step."""
+        """Refuse a read, or keep it until its lease is granted: a router may be faster than our engine's step."""
         ended = self._find_ended(event.message)
         if ended is not None:
             self._refuse(event, *ended)
-        else:  # with another secret it may be a new request under an old name, whose lease is still to come
+        else:  # with another secret it may be a new request under an old name, whose lease has not been granted yet
             self._keep_early(peer, event, now + self._config.early_read_s)
 
     def _keep_early(self, peer: Peer, event: EarlyEvent, until: float) -> None:
-        """Keep a message until its lease comes, and refuse those for which that leaves no room."""
+        """Keep a message until its lease is granted, and refuse the messages for which there is then no room."""
         for dropped in self._early.keep(peer, event, until):
             if isinstance(dropped.message, m.Read | m.Follow):
                 self._refuse(dropped, Refusal.INTERNAL, _TOO_EARLY)
@@ -383,8 +386,8 @@ class ProducerSession:
             self._end(lease, LeaseState.RELEASED)
 
     def _keep_ending(self, peer: Peer, event: FromPeer[m.Done | m.Abort], now: float) -> None:
-        """Keep the end of a transfer until its lease comes. It takes the place of what was kept of the peer's
-        interest: that lease may be as late as the one that was followed.
+        """Keep the end of a transfer until its lease is granted. It replaces the peer's earlier message of interest,
+        and may wait as long as that: the lease can be just as late.
         """
         key, keep_s = event.message, self._config.early_read_s
         follow = peer.early.get(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
@@ -457,7 +460,7 @@ class ProducerSession:
         self._links.send(event.link, refused)
 
     def _notify_followers(self, lease: Lease) -> None:
-        """Report a prompt's progress to its followers but those of engines that need no more. Forget lost ones."""
+        """Report a prompt's progress to its followers, except those that need no more of it. Forget lost followers."""
         progress, lost = lease.progress(), False
         for link in lease.followers:
             peer = self._peers.ready(link)
@@ -524,7 +527,7 @@ class ProducerSession:
             self._end_torn(lease, now, error)
             return
         self._engine.note_contained(f"request {order.request_id}", error)
-        if isinstance(order, HoldRequest):  # it was not granted, and its engine waits for the end
+        if isinstance(order, HoldRequest):  # it was not granted, but the engine waits for its end
             outcome = LeaseState.ABORTED.value
             self._engine.release(order.request_id, outcome, None, failure_of(error))
 
@@ -561,7 +564,7 @@ class ProducerSession:
         self._end_torn(send.lease, now, error)
 
     def _end_torn(self, lease: Lease, now: float, error: Exception) -> None:
-        """End a lease in whose handling an exception was raised. Each step may be repeated. See `containment`."""
+        """End a lease whose handler raised an exception. Each step may be repeated. See `containment`."""
         self._engine.note_contained(f"request {lease.request_id}", error)
         for key in lease.keys:
             self._data.retract(key)
@@ -611,7 +614,7 @@ _ABORTED = LeaseState.ABORTED
 _NO_RANKS = frozenset[Rank]()
 _TOO_EARLY = "too many reads and followed prompts came before their leases"
 _UNKNOWN = "no such transfer"
-"""The text is the same if a transfer with this name has another secret."""
+"""A transfer with this name but another secret gets the same text, so that the text reveals nothing."""
 
 
 def _withdrawn_error() -> TransferAbortedError:

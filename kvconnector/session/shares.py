@@ -1,10 +1,10 @@
-"""How much of a shared memory each peer uses, and who must give some of it back once it is full. Pure.
+"""How much of a shared memory budget each peer uses, and who must give some of it back when it is exhausted. Pure.
 
-Peers are told apart by their `origin` first: the key by which the control channel knows them or, without keys, the
-address of their host. So whoever opens many connections has no larger share than with one. Of the origin that uses
-most the holder that uses most pays. Each call takes as long with one holder as with thousands, since a stranger decides
-how many there are. So weights are kept by their powers of two, and "most" means at least half as much as anybody else:
-an origin that uses less than half of an equal share loses nothing, whatever others do.
+Peers are first grouped by `origin`: the key by which the control channel knows them or, without keys, the address of
+their host. So nobody gets a larger share by opening many connections. Within the origin that uses most, the holder that
+uses most pays. Each call takes as long with one holder as with thousands, since a stranger decides how many there are.
+So weights are kept by their powers of two, and "most" means at least half as much as anybody else: an origin that uses
+less than half of an equal share loses nothing, whatever others do.
 """
 
 from __future__ import annotations
