@@ -110,6 +110,7 @@ class Driver:
         context: CudaContext | None = None,
     ) -> None:
         self.datapath = datapath
+        datapath.state.watch(control.fd)
         self.clock = datapath.clock
         self._events = datapath.events  # the consequences of a session's call come here, too
         self.links = Links(control, transport, config.control, report=self._events.append)
@@ -202,7 +203,7 @@ class Driver:
         """
         self.num_turns += 1
         self._stop_after_report = stop_after_report
-        self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
+        self.datapath.pump(self.pump_s(timeout_s))
         self._late_at = self.clock() + pacing.WORK_S
         self._look()
 

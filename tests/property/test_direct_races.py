@@ -89,7 +89,7 @@ class DirectRaces:
         kinds = ev.ReceivePosted | ev.ReceiveFinished | ev.ReceiveFailed
 
         def end():
-            self._pair.d.path.pump(0.0, ())
+            self._pair.d.path.pump(0.0)
             return next((each for each in self._pair.d.step() if isinstance(each, kinds)), None)
 
         return until(end, lambda: None)

@@ -110,10 +110,10 @@ class WorldWorker:
     def poll(self):
         return self.outbox.take()
 
-    def _pump(self, pump, timeout_s, fds):
+    def _pump(self, pump, timeout_s):
         """Run the loop without a time, in which it makes a single pass, as often as it would in a moment."""
         for _ in range(PASSES):
-            pump(timeout_s, fds)
+            pump(timeout_s)
 
     def is_quiet(self):
         """Returns True if it has no requests and no busy slots."""

@@ -159,16 +159,14 @@ class DataPath:
         if len(self.events) > num_events:
             self._loop.stay_awake()  # the engine or a peer waits for it
 
-    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message
-        waits in the transport, or `timeout_s` is over.
+    def pump(self, timeout_s: float) -> None:
+        """Move chunks, without the GIL, until `step` has something to add, a descriptor that `state` watches is
+        readable, a control message waits in the transport, or `timeout_s` is over.
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
         timeout_s = self._prepared(timeout_s)
         state, owner = self.state, self.lock.enter()
-        if fds != state.watched[owner]:
-            state.watch(owner, fds)
         state.runs[owner].limit_ns = round(timeout_s * pacing.NS_PER_S)
         state.record.entering = owner
         reason = run(state.address)

@@ -80,8 +80,6 @@ class LoopState:
         """By owner, how long its next run may take, 0 for one look at everything; and what else ends it."""
         for owner in (LOOK, r.DRIVER, r.INLINE):
             self.runs[owner].owner = r.DRIVER if owner == r.DRIVER else r.INLINE
-        self.watched: dict[int, tuple[int, ...]] = {}
-        """The descriptors of the caller's that end an owner's runs."""
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
         recv_info = r.TagInfo()
         params = _request_params(recv_info, on_gpu=copies.on_gpu)
@@ -103,25 +101,24 @@ class LoopState:
         if copies.digests is not None:
             copies.digests.attach(state)
         self._kept = recv_info, params, runs
-        for owner in (LOOK, r.DRIVER, r.INLINE):
-            self.watch(owner, ())
+        self.watch()
 
     def close(self) -> None:
         """Close `wake_fd`. Later wake-ups write nowhere, since another file may get its number. Idempotent."""
         self._wake_fds["fd"] = -1
         self._close()
 
-    def watch(self, owner: int, fds: tuple[int, ...]) -> None:
-        """End an owner's runs when one of these descriptors of the caller's is readable."""
-        self.watched[owner] = fds
-        # poll(2) skips a negative descriptor: only the driver is woken
-        wake_fd = self.wake_fd if owner == r.DRIVER else -1
-        watched = (self._transport_fd, wake_fd, *fds)
-        poll_fds = self._poll_fds[owner] = np.zeros(len(watched), _POLL_FD)
-        poll_fds["fd"] = watched
-        poll_fds["events"] = _POLLIN
-        self.runs[owner].poll_fds = poll_fds.ctypes.data
-        self.runs[owner].num_fds = len(watched)
+    def watch(self, *fds: int) -> None:
+        """End runs, except single passes, when one of these descriptors of the caller's is readable."""
+        for owner in (LOOK, r.DRIVER, r.INLINE):
+            # poll(2) skips a negative descriptor: only the driver is woken
+            wake_fd = self.wake_fd if owner == r.DRIVER else -1
+            watched = (self._transport_fd, wake_fd, *(() if owner == LOOK else fds))
+            poll_fds = self._poll_fds[owner] = np.zeros(len(watched), _POLL_FD)
+            poll_fds["fd"] = watched
+            poll_fds["events"] = _POLLIN
+            self.runs[owner].poll_fds = poll_fds.ctypes.data
+            self.runs[owner].num_fds = len(watched)
 
 
 def _request_params(recv_info: r.TagInfo, *, on_gpu: bool) -> list[ctypes.Structure]:

@@ -36,7 +36,7 @@ def only_consumer_steps(pair, read_id, kind):
     """Step only the consumer until a read has had an event."""
 
     def step():
-        pair.d.path.pump(1e-3, ())
+        pair.d.path.pump(1e-3)
         pair.events += pair.d.step()
 
     until(lambda: pair.find(kind, read_id) is not None, step, lambda: pair.events)

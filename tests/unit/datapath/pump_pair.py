@@ -122,7 +122,7 @@ class Pair:
 
     def step(self):
         for side in (self.p, self.d):
-            side.path.pump(2e-4, ())
+            side.path.pump(2e-4)
             self.events += side.step()
 
     def until(self, condition):

@@ -141,11 +141,11 @@ class TestInTheDataPath:
 
         pair.d.path.copies.read_function = ctypes.cast(read_function, ctypes.c_void_p).value
         ask(pair, 1)
-        pair.d.path.pump(1e-3, ())
+        pair.d.path.pump(1e-3)
         if stops:
             pair.stop(1)
         for _ in range(20):
-            pair.d.path.pump(1e-3, ())
+            pair.d.path.pump(1e-3)
             pair.events += pair.d.step()
         kind = ev.ReceiveStopped if stops else ev.ReceiveFinished
         assert pair.find(kind, 1) is None
@@ -155,7 +155,7 @@ class TestInTheDataPath:
     def test_close_ends_the_threads_in_the_middle_of_a_read(self, pair):
         before = threading.active_count()
         ask(pair, 1)
-        pair.d.path.pump(0.0, ())
+        pair.d.path.pump(0.0)
         pair.d.path.close()
         assert threading.active_count() == before - 3
 

@@ -63,7 +63,7 @@ def is_sent(consumer, read_id, held, tokens):
     consumer.submit(read_id, held, tokens)
 
     def step():
-        consumer.path.pump(1e-2, ())
+        consumer.path.pump(1e-2)
         consumer.path.step()
         consumer.events += consumer.path.events
         consumer.path.events.clear()
@@ -207,7 +207,7 @@ def test_memory_is_free_once_both_sides_have_unmapped_it(start):
     consumer.path.reads.close(consumer.link)
 
     def step():
-        consumer.path.pump(1e-2, ())
+        consumer.path.pump(1e-2)
         consumer.path.step()
 
     until(lambda: not consumer.link.maps_pools, step, lambda: consumer.path)

@@ -60,7 +60,7 @@ def ask(pair, read_id):
 
 def pump_on(pair):
     for _ in range(MANY_STEPS):
-        pair.d.path.pump(1.0, ())
+        pair.d.path.pump(1.0)
         pair.events += pair.d.step()
 
 
@@ -115,7 +115,7 @@ def test_a_read_before_its_lease_is_made_once_the_lease_is_published(pair):
 
 def test_a_sleeping_driver_finds_the_lease_of_a_read_submitted_inline(pair, monkeypatch):
     monkeypatch.setattr(pacing, "CHECK_PEERS_S", LONG_S)  # leases are looked for more often
-    sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
+    sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S), daemon=True)
     sleeper.start()
     while not pair.d.path.lock.try_acquire():
         sleeper.join(1e-3)

@@ -62,7 +62,7 @@ class Consumer(Caches):
         kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
 
         def step():
-            self.path.pump(1e-2, ())
+            self.path.pump(1e-2)
             self.path.step()
             self.events += self.path.events
             self.path.events.clear()

@@ -230,14 +230,14 @@ def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
     path = pair.d.path
     path.state.record.usleep = ctypes.cast(leave, ctypes.c_void_p).value
     try:
-        path.pump(0.0, ())
+        path.pump(0.0)
         assert not left
         monkeypatch.setattr(pacing, "WORK_S", 0.0)
         path.lock.notify()  # there is more to do
-        path.pump(0.0, ())
+        path.pump(0.0)
         assert left == [(pacing.YIELD_GIL_US, True)]
         path.lock.clear_pending()
-        path.pump(1e-3, ())  # others could have the GIL while this slept
+        path.pump(1e-3)  # others could have the GIL while this slept
         assert len(left) == 1
     finally:
         pair.close()
@@ -256,7 +256,7 @@ def test_the_driver_returns_at_once_with_what_was_reported(make_pair):
 
     path.state.record.clock_gettime = ctypes.cast(clock, ctypes.c_void_p).value
     path.lock.notify()
-    path.pump(1.0, ())
+    path.pump(1.0)
     assert len(reads) < 100
 
 
@@ -292,7 +292,7 @@ def test_the_loop_offers_work_before_it_returns_with_it(make_pair, leaves_work):
     begun = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: begin())
     record.begin = ctypes.cast(begun, ctypes.c_void_p).value
     num_looks = len(looks)
-    path.pump(1.0, ())
+    path.pump(1.0)
     assert 300 <= len(looks) - num_looks < 1000
     assert path.lock.has_pending()
 
@@ -304,7 +304,7 @@ def test_the_loop_offers_work_only_to_engines_that_poll_and_keep_the_gil(make_pa
         path.lock.has_pending()  # polls
         path.lock.has_pending()
         path.lock.notify()
-        path.pump(1.0, ())
+        path.pump(1.0)
         return path.state.record.offer_work_ns
 
     monkeypatch.setattr(pacing, "LONG_STEP_NS", 1 << 60)
@@ -320,7 +320,7 @@ def test_a_spinning_loop_hands_the_lock_over(make_pair, monkeypatch):
     monkeypatch.setattr(pacing, "ASK_FOR_LOCK_NS", round(DEADLINE_S * pacing.NS_PER_S))
     path = make_pair().d.path  # its lock is the driver's: here the spinner's
     path.state.record.spin_after_work_ns = 1 << 60
-    spinner = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
+    spinner = threading.Thread(target=path.pump, args=(DEADLINE_S,))
     spinner.start()
     until(lambda: path.lock.is_looping)
     try:
@@ -335,7 +335,7 @@ def test_a_spinning_loop_hands_the_lock_over(make_pair, monkeypatch):
 
 def test_a_driver_is_starved_that_waits_long_for_the_gil(make_pair, monkeypatch):
     path = make_pair().d.path
-    path.pump(0.0, ())
+    path.pump(0.0)
     monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", -1)
     assert path.lock.is_starved
     monkeypatch.setattr(pacing, "LONG_GIL_WAIT_NS", 1 << 60)
@@ -345,7 +345,7 @@ def test_a_driver_is_starved_that_waits_long_for_the_gil(make_pair, monkeypatch)
 def test_reported_work_is_for_the_thread_that_is_there_first(make_pair):
     """The driver's thread has left the loop with it, and waits for the GIL, which an engine's thread has."""
     path = make_pair().d.path
-    sleeper = threading.Thread(target=path.pump, args=(DEADLINE_S, ()))
+    sleeper = threading.Thread(target=path.pump, args=(DEADLINE_S,))
     sleeper.start()
     until(lambda: path.lock.is_looping)
     interval_s = sys.getswitchinterval()
