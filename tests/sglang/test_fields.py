@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+from functools import cache
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -56,11 +57,21 @@ def _request(fields):
     )
 
 
-def _ask(queue, fields, stats=UNTRACED, context=None):
+@cache
+def _metadata():
+    """Return SGLang's own rows of metadata."""
+    import torch
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    return MetadataBuffers(1, 16, torch.float32, 0)
+
+
+def _ask(queue, fields, stats=UNTRACED, context=None, **of_request):
     """Let a queue admit a request. Returns the error that its client gets, or None."""
     streamer = Mock()
     of_queue = SimpleNamespace(
         kv_manager=SimpleNamespace(stats=stats),
+        metadata_buffers=_metadata(),
         scheduler=SimpleNamespace(output_streamer=streamer, enable_hisparse=False),
         max_input_len=100,
         max_total_num_tokens=100,
@@ -72,6 +83,7 @@ def _ask(queue, fields, stats=UNTRACED, context=None):
     admitted = queue.__new__(queue)
     admitted.__dict__.update(vars(of_queue))
     request = _request(fields)
+    vars(request).update(of_request)
     if context is not None:
         request.time_stats = SimpleNamespace(trace_ctx=context)
     if queue._check_if_req_exceed_kv_capacity(admitted, request):
@@ -174,6 +186,59 @@ def test_what_only_sglangs_prefill_engines_send_is_refused_of_others_by_name(hos
     else:
         assert problem is None
     assert problem_of(request, is_prefill=True) is None
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_more_log_probabilities_than_a_row_holds_are_refused(queues, side):
+    """SGLang's scheduler would end when it fills the row, and with it all other requests."""
+    for count in (0, 1, 128, 129, 1000):
+        logprob = SimpleNamespace(
+            top_logprobs_num=count,
+            output_top_logprobs_val=[[0.5] * count],
+            output_top_logprobs_idx=[[1] * count],
+            output_token_logprobs_val=[0.5],
+            output_token_logprobs_idx=[1],
+        )
+        problem = _ask(queues[side], GOOD, logprob=logprob)
+        filled = SimpleNamespace(
+            output_ids=[1],
+            metadata_buffer_index=0,
+            bootstrap_room=7,
+            return_logprob=True,
+            return_sampling_mask=False,
+            hidden_states_tensor=None,
+            disagg_kv_sender=None,
+            multimodal_inputs=None,
+            get_mm_token_counts=lambda: (0, 0, 0),
+            logprob=logprob,
+            **dict.fromkeys(_CACHED, 0),
+        )
+        if problem is None:
+            _metadata().set_buf(filled)
+        else:
+            assert f"at most 128 with two engines, not {count}" in problem
+            with pytest.raises(RuntimeError):
+                _metadata().set_buf(filled)
+
+
+_CACHED = ("cached_tokens", "cached_tokens_device", "cached_tokens_host", "cached_tokens_storage")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_samples_that_sglang_gives_one_room_are_refused(queues, side):
+    """They would take one another's transfer. That SGLang does so, its own expansion of a request shows."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    asked = GenerateReqInput(
+        input_ids=[1, 2], sampling_params={"n": 2}, bootstrap_room=7, bootstrap_port=8998
+    )
+    asked.normalize_batch_and_arguments()
+    assert (asked.batch_size, asked.parallel_sample_num, asked[0].bootstrap_room) == (1, 2, 7)
+    for count, is_refused in ((2, True), (1, False)):
+        problem = _ask(queues[side], GOOD, sampling_params=SamplingParams(n=count))
+        assert (problem is not None) == is_refused
+        assert not is_refused or "n=2 with one bootstrap_room" in problem
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

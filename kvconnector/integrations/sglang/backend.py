@@ -273,7 +273,11 @@ def refuse_malformed(original: Callable[[Any, Any], bool], queue: Any, req: Any)
     """Answer a request whose fields are malformed with an error, and return True, as SGLang does for one that is too
     long: a hook around `_check_if_req_exceed_kv_capacity`.
     """
-    problem = problem_of(req, is_prefill=not isinstance(queue, DecodePreallocQueue))
+    problem = problem_of(
+        req,
+        is_prefill=not isinstance(queue, DecodePreallocQueue),
+        max_top_logprobs=queue.metadata_buffers.output_top_logprobs_val.shape[1],
+    )
     if problem is None or req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
         is_refused = original(queue, req)
         if not is_refused:

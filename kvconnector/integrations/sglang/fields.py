@@ -22,6 +22,8 @@ UNKNOWN_ELSEWHERE = {
     "input_embeds": "embeddings, which are not compared",
 }
 """Fields of a request for which the first token is not enough, and what they ask for."""
+MAX_TOP_LOGPROBS = 128
+"""Log probabilities of the first token that SGLang's metadata have room for. More would end a prefill engine."""
 MAX_SHOWN = 80
 """Characters of a client's value that an error shows."""
 
@@ -44,17 +46,22 @@ def bootstrap_address(text: str) -> HostPort:
     return parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
 
-def problem_of(request: Any, *, is_prefill: bool) -> str | None:
+def problem_of(
+    request: Any, *, is_prefill: bool, max_top_logprobs: int = MAX_TOP_LOGPROBS
+) -> str | None:
     """Return why a request cannot be served, in words for its client, or None if it can.
 
     Args:
         request: SGLang's request, with `bootstrap_room`, `bootstrap_host`, `bootstrap_port` and
             `disagg_prefill_dp_rank` of any types.
         is_prefill: True on a prefill engine, which uses only the room.
+        max_top_logprobs: How many of a token's log probabilities a row of metadata holds.
     """
     room, rank = request.bootstrap_room, request.disagg_prefill_dp_rank
     if type(room) is not int or not 1 <= room <= MAX_ROOM:
         return f"bootstrap_room must be an integer from 1 to {MAX_ROOM}, not {_shown(room)}"
+    if problem := _too_much(request, max_top_logprobs):
+        return problem
     if is_prefill:
         return None
     host, port = request.bootstrap_host, request.bootstrap_port
@@ -75,6 +82,20 @@ def problem_of(request: Any, *, is_prefill: bool) -> str | None:
     if len(engine) > MAX_ENGINE_ID or not engine.isprintable():
         return f"bootstrap_host names an engine that cannot be: {_shown(host)}"
     return _unknown_elsewhere(request) if engine else None
+
+
+def _too_much(request: Any, max_top_logprobs: int) -> str | None:
+    """Return what SGLang's two engines cannot move of a request, although they admit it."""
+    asked = getattr(getattr(request, "logprob", None), "top_logprobs_num", 0)
+    if asked and asked > max_top_logprobs:
+        return f"top_logprobs_num is at most {max_top_logprobs} with two engines, not {asked}"
+    count = getattr(getattr(request, "sampling_params", None), "n", 1)
+    if count == 1:
+        return None
+    return (
+        f"n={count} with one bootstrap_room, which SGLang gives to every sample and which names one transfer: send a"
+        " request for each sample"
+    )
 
 
 def _unknown_elsewhere(request: Any) -> str | None:

@@ -75,7 +75,7 @@ def media_name(items: Iterable[Any], namespace: str) -> str:
     """
     if not namespace:
         return f"{OF_SGLANG}:"
-    kinds = [(each.modality.name, each.hash) for each in items]
+    kinds = [(getattr(each.modality, "name", ""), each.hash) for each in items]
     named = [(kind, hashed if kind in EXACT else None) for kind, hashed in kinds]
     return f"{OF_SGLANG}{namespace}:{content_digest(repr(named).encode())}"
 

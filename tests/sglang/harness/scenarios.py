@@ -387,6 +387,11 @@ def malformed(pair, outcome):
         asked = pair.submit(prompt, ("decode",), **{field: value})
         answer = asked.decode.answer()
         _check_failed(outcome, f"{field}={value!r} at the decode engine", answer, "")
+    for side in ("prefill", "decode"):
+        for field, options in TOO_MUCH.items():
+            answer = getattr(pair.submit(prompt, (side,), **options), side).answer()
+            _check_failed(outcome, f"{field} at the {side} engine", answer, "")
+            outcome.check(f"{field}: its name", field in answer.error)
     for value in (0, -1, 1 << 63):
         asked = pair.submit(prompt, ("prefill",), bootstrap_room=value)
         answer = asked.prefill.answer()
@@ -617,6 +622,11 @@ def _check_failed(outcome, what, answer, log, *errors):
         outcome.complaints.append(f"{what}: no {names} in the log")
 
 
+TOO_MUCH = {
+    "top_logprobs_num": {"return_logprob": True, "top_logprobs_num": 129},
+    "n=2": {"sampling_params": {"max_new_tokens": 1, "n": 2}},
+}
+"""Requests of which SGLang's engines admit more than they can move."""
 MALFORMED = (
     ("bootstrap_room", None),
     ("bootstrap_room", 0),
