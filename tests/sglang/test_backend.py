@@ -717,6 +717,14 @@ def test_a_retracted_prompt_is_computed_again_and_read(backend, monkeypatch, que
             first_room = req.bootstrap_room
             queue.add(req, is_rebootstrap=True)
             assert req.bootstrap_room not in {room, first_room}, "each retraction has its own room"
+            until_s = time.monotonic() + LIMIT_S
+            while not api.asked:
+                assert queue.queue[-1].kv_receiver.poll() == BOOTSTRAPPING
+                assert time.monotonic() < until_s
+            rids = req.rid, payload["rid"], api.asked.popleft()["rid"]
+            assert len({*rids}) == 3, "a server refuses an id that it still computes"
+            assert all(each.startswith(req.rid) for each in rids), "or an abort would miss it"
+            queue.queue[-1].kv_receiver.abort()
 
 
 def test_a_retracted_prompt_is_computed_again_with_its_adapter(backend, monkeypatch, queue_of):

@@ -397,7 +397,8 @@ def _recomputation_of(
 ) -> tuple[str, Mapping[str, Any]]:
     """Return why a retracted prompt cannot be computed again, or "" and what to ask its prefill server for.
 
-    SGLang leaves out adapters, media and embeddings: the server would compute another prompt.
+    SGLang leaves out adapters, media and embeddings: the server would compute another prompt. It also gives each
+    question the request's own id, under which the server refuses a second one until the first has ended there.
     """
     if receiver.is_of_named_engine:
         return (
@@ -410,6 +411,8 @@ def _recomputation_of(
             {},
         )
     payload = req.build_rebootstrap_payload()
+    # an abort names the beginnings of ids
+    payload["rid"] = f"{req.rid}-{req.bootstrap_room}"
     if req.lora_id is None:
         return "", payload
     adapter = _adapter_of(queue.scheduler, req)

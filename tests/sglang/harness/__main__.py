@@ -5,7 +5,7 @@ import time
 from contextlib import ExitStack, closing
 
 from tests.sglang.harness.alone import Alone
-from tests.sglang.harness.cases import CASES
+from tests.sglang.harness.cases import CASES, LORA
 from tests.sglang.harness.device import Device
 from tests.sglang.harness.engine import Engine, EngineSpec, preload
 from tests.sglang.harness.model import model_of
@@ -72,7 +72,8 @@ class SglangHarness(SerialHarness):
             case.servers(place, outcome, model, self._alone.of(str(model), ()))
             return
         common = case.prefill.items() & case.decode.items()
-        one = tuple(each for each in sorted(common) if each[0] == "disable-radix-cache")
+        kept = ("disable-radix-cache", *LORA)
+        one = tuple(each for each in sorted(common, key=str) if each[0] in kept)
         if case.model.get("window"):  # what it computes does not depend on a pool of windows
             one += (("disable-hybrid-swa-memory", True),)
         if case.model.get("kind") == "sparse":

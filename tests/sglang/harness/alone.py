@@ -27,6 +27,12 @@ class Alone:
             self._known[key] = self._engine.ask(prompt, **options)
         return self._known[key]
 
+    def post(self, path, body):
+        """Send an order to the engine, once."""
+        if (path, repr(body)) not in self._known:
+            self._known[path, repr(body)] = True
+            self._engine.post(path, body)
+
     def close(self):
         """End it."""
         if self._engine is not None:

@@ -54,6 +54,12 @@ ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
 """For one prompt of 300 tokens."""
 FEW = {"max-total-tokens": 1200}
 """For a few prompts: what is cached makes room for new ones."""
+LORA = {
+    "enable-lora": True,
+    "max-lora-rank": 4,
+    "lora-target-modules": "all",
+    "lora-backend": "torch_native",
+}
 KEYED = {"api-key": "k"}
 METRICS = {"enable-metrics": True}
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
@@ -215,6 +221,7 @@ CASES = (
     Case("crowd", s.crowd, is_quick=True),
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
     _ours("mixed-up", s.mixed_up),
+    _ours("adapters", s.adapters, prefill=LORA, decode=LORA),
     _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
     _ours("recomputed", s.recomputed),

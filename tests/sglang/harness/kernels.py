@@ -106,6 +106,7 @@ def _stand_in_on_a_cpu():
     TorchNativeAttnBackend.forward_extend = _split_prompts(TorchNativeAttnBackend.forward_extend)
     if not torch.cuda.is_available():  # asked for with context parallelism, and not used
         torch.cuda.current_stream = lambda *_: None
+        _pin_nothing()
     for name in UNUSED_OPS:
         setattr(torch.ops.sgl_kernel, name, None)
     _draft_plainly()
@@ -360,6 +361,21 @@ def _split_prompts(whole):
         return strategy.run_attention(queries, batch, backend.device, attend).flatten(1)
 
     return forward_extend
+
+
+def _pin_nothing():
+    """Let adapters, which SGLang keeps in pinned memory, be in any: without a GPU there is no other."""
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda values, *_: values
+
+
+def _unpinned(make):
+    @functools.wraps(make)
+    def call(*arguments, pin_memory=False, **options):
+        return make(*arguments, **options)
+
+    return call
 
 
 def convolve_prompts(

@@ -29,10 +29,12 @@ class Asked:
 
 
 class Pair:
-    """The two engines of `case`, in `folder`. `nodes`: what `hosts_of` made for them, if not this machine."""
+    """The two engines of `case`, in `folder`, with the model in the folder `model`. `nodes`: what `hosts_of` made for
+    them, if not this machine.
+    """
 
     def __init__(self, case, model, folder, alone, *, backend=OURS, device=CPU, nodes=None):
-        self._alone = alone
+        self._alone, self.model = alone, model
         self.bootstrap_port = free_ports()
         self.dumps = folder / "dumps"
         self.dumps.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,13 @@ class Pair:
     def alone(self, prompt, **options):
         """Return the tokens that one engine alone gives."""
         return self._alone.ask(prompt, **options).tokens
+
+    def load_adapters(self, adapters):
+        """Load adapters, folders by name, into all engines, each of which draws an id of its own for each of them."""
+        for name, path in adapters.items():
+            for engine in (self.prefill, self.decode, self._alone):
+                body = {"lora_name": name, "lora_path": str(path)}
+                engine.post("/load_lora_adapter", body)
 
     def submit(self, prompt, to=("prefill", "decode"), per_side=None, **options):
         """Ask both engines at once, as a router does, or only one. `per_side` has more fields for each side."""

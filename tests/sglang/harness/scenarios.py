@@ -17,6 +17,7 @@ from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Engine, Request
+from tests.sglang.harness.model import adapters_of
 from tests.sglang.harness.spans import SpanServer
 from tests.support.keys import keyed_controls, variables_of
 from tests.support.spans import HEADERS, TRACE_ID
@@ -272,9 +273,15 @@ def retraction(pair, outcome):
 
 def recomputed(pair, outcome):
     """The decode engine retracts its requests, as before new weights, and has their prompts computed again, twice."""
-    prompts = [prompt_of(100 + 33 * number, seed=20 + number) for number in range(3)]
-    expected = [pair.alone(prompt, max_tokens=1000) for prompt in prompts]
-    asked = [pair.submit(prompt, max_tokens=1000) for prompt in prompts]
+    _retract(pair, outcome, [{}] * 3)
+
+
+def _retract(pair, outcome, fields):
+    """Retract one request for each of the `fields`, twice."""
+    prompts = [prompt_of(100 + 33 * number, seed=20 + number) for number in range(len(fields))]
+    both = [*zip(prompts, fields, strict=True)]
+    expected = [pair.alone(prompt, max_tokens=1000, **more) for prompt, more in both]
+    asked = [pair.submit(prompt, max_tokens=1000, **more) for prompt, more in both]
     for each in asked:
         outcome.check("computed", not each.prefill.answer().error)
     rooms = [each.room for each in asked]
@@ -378,6 +385,25 @@ def mixed_up(pair, outcome):
     outcome.check("where to try again", "(retry: never)" in answer.error)
     pair.check_idle(outcome)
     pair.ask(outcome, "afterwards", other)
+
+
+def adapters(pair, outcome):
+    """Adapters, which have other ids in each engine, are compared by their names, and stay at a retraction."""
+    pair.load_adapters(adapters_of(pair.model))
+    prompt, names = prompt_of(90, seed=42), (None, "sql", "poems")
+    answers = {tuple(pair.alone(prompt, lora_path=name)) for name in names}
+    outcome.check("each adapter gives an answer of its own", len(answers) == len(names))
+    for name in names:
+        pair.ask(outcome, f"adapter {name}", prompt, lora_path=name)
+    for computed, wanted in (("sql", "poems"), ("sql", None), (None, "poems")):
+        fields = {"prefill": {"lora_path": computed}, "decode": {"lora_path": wanted}}
+        asked = pair.submit(prompt, per_side=fields)
+        asked.prefill.answer()
+        answer, log = asked.decode.answer(), pair.decode.log_text()
+        what = f"{computed} for {wanted}"
+        _check_failed(outcome, what, answer, log, errors.OtherPromptError)
+        outcome.check(f"{what}: names what differs", "adapter" in answer.error)
+    _retract(pair, outcome, [{"lora_path": name} for name in names])
 
 
 def malformed(pair, outcome):
