@@ -47,7 +47,8 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     Each of `parts` is a name, a number of heads (of a state, the units that tensor parallelism splits), the elements of
     a head, and the bytes of one. A block has `block_size` rows at least. `extent_tokens` are those of a window or a
     chunk. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has. Of layers that compress, `row_tokens`
-    tokens share a row. vLLM's prefix cache has blocks of `cached_tokens` of these layers; 0: of the engine's tokens.
+    tokens share a row. vLLM's prefix cache has blocks of `cached_tokens` of these layers; 0: of the engine's tokens. A
+    state that is not `is_cut` is one piece to an engine, which shares it with engines of equal tensor parallelism only.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tokens: int = 0
     row_tokens: int = 1
     cached_tokens: int = 0
+    is_cut: bool = True
 
     @property
     def retention(self) -> Retention:
@@ -443,7 +445,7 @@ def _group_geometry(
                 typed["rounding"] = shape.rounding
         return PartGeometry(
             **typed,
-            name=name,
+            name=name if group.is_cut else f"{name}-tp{shape.tp}",
             total_heads=total_heads,
             head_start=heads.start,
             head_stop=heads.stop,

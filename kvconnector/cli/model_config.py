@@ -5,15 +5,20 @@ at all because the architecture implies them. Heads differ by layer in some. A r
 every token of equal heads plans too much for a window, and the wrong thing for a state. So every field that is read is
 recorded, and a field that looks like attention and that nobody has read is a refusal that names it: a new
 architecture is refused until somebody has read it, and never planned as if it were a plain one.
+
+A field that a file leaves out is not absent from the model: it has the default of the model's class in transformers,
+which `model_defaults.json` has for each type. A type that is neither there nor in `PUBLISHED` is refused by name.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.resources
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -30,34 +35,120 @@ from kvconnector.planning import Keeps
 Parts: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """`LayerGroup.parts`."""
 
-Shapes: TypeAlias = tuple[tuple[int, int], ...]
-"""Of each part of a state, the units that tensor parallelism splits and the elements of one."""
+StateParts: TypeAlias = tuple[tuple[str, int, int], ...]
+"""Of each part of a state, its name, the units that tensor parallelism splits, and the elements of one."""
+TEMPORAL = "temporal"
+"""The part of a state that recurs, which may have a type of its own. The others are inputs of a convolution."""
 ValueT = TypeVar("ValueT")
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "falcon": {"multi_query": True},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    "gpt_bigcode": {"multi_query": True},
-    "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
-    "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
+PUBLISHED = frozenset(
+    [
+        "baichuan",
+        "bailing_moe",
+        "bailing_moe_linear",
+        "bailing_moe_v2",
+        "bailing_hybrid",
+        "chatglm",
+        "deepseek",
+        "deepseek_vl_v2",
+        "exaone",
+        "internlm2",
+        "internlm3",
+        "internvl_chat",
+        "kimi_k2",
+        "kimi_k25",
+        "kimi_k3",
+        "kimi_vl",
+        "longcat_flash_ngram",
+        "mimo",
+        "mimo_v2",
+        "minicpm",
+        "minimax",
+        "minimax_m1",
+        "minimax_m3",
+        "minimax_text_01",
+        "nemotron-nas",
+        "orion",
+        "pangu_ultra_moe",
+        "pixtral",
+        "phi4mm",
+        "phi3_v",
+        "qwen2_5_omni",
+        "qwen3_omni_moe",
+        "solar",
+        "step3",
+        "step3_vl",
+        "telechat",
+    ]
+)
+"""Types of models that transformers does not have, or not with their defaults: their files name every field."""
+MISTRAL = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
 }
-"""Defaults of transformers for fields that a configuration of this `model_type` leaves out."""
+"""transformers' names of the fields that each `params.json` of Mistral's has."""
+NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+"""Names of the text model within a configuration of several models."""
+DRAFTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "mtp_num_hidden_layers",
+)
+"""Names of the number of draft layers."""
+SAME = (
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_groups"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("head_dim", "kv_channels", "attention_head_dim", "hidden_size_per_head"),
+    ("sliding_window", "sliding_window_size"),
+    ("expand", "mamba_expand"),
+    ("n_groups", "mamba_n_groups", "mamba_ngroups"),
+    ("conv_kernel", "mamba_d_conv"),
+    DRAFTS,
+)
+"""Names of one thing: a default of one of them says nothing if the file has another."""
 ATTENTION: dict[str, tuple[str, Keeps, tuple[str, ...]]] = {
     "full": ("full attention", "all", ()),
     "window": ("window of {}", "window", ("sliding_window", "sliding_window_size")),
     "chunk": ("chunk of {}", "chunk", ("attention_chunk_size",)),
 }
 """Layers that keep tokens: their names, the tokens that they keep, and the fields that say how many."""
+FULL_NAMES = [
+    "full_attention",
+    "attention",
+    "*",
+    "global",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "minimax_m3_sparse",
+]
 KINDS = {
-    **dict.fromkeys(("full_attention", "attention", "*", "global", "indexed_attention"), "full"),
+    **dict.fromkeys(FULL_NAMES, "full"),
     "sliding_attention": "window",
     "chunked_attention": "chunk",
-    "linear_attention": "delta",
     "conv": "convolution",
     **dict.fromkeys(("mamba", "mamba1", "mamba2", "M"), "mamba"),
     **dict.fromkeys(("-", "mlp", "E", "moe"), "none"),
 }
 """The data that a layer caches, by the layer's name in a configuration."""
+LINEAR = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"), "delta"),
+    **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), "lightning"),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "nemotron_h"), "mamba"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "mamba"),
+    "kimi_linear": "kda",
+    "zamba2": "mamba",
+}
+"""What transformers calls `linear_attention` in each architecture; MiniMax's has one state a head, no convolution."""
+STATE_TYPES = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "mamba_ssm_dtype"),
+    "nemotron_h": "mamba_ssm_cache_dtype",
+}
+"""Fields that set the type of a recurrent state in vLLM, where it is not the model's."""
 SHORT_TYPES = {
     **dict.fromkeys(("bf16", "torch.bfloat16", "auto"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half", "torch.float16"), "float16"),
@@ -66,18 +157,17 @@ SHORT_TYPES = {
     **dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2"),
 }
 """What engines call element types, and torch's names."""
-LIGHTNING = ("minimax", "minimax_m1", "minimax_text_01")
-"""Architectures whose linear attention is MiniMax's, with one state of each head and no convolution."""
 ALL_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "num_attention_groups")
-WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4}
-"""One layer in this many keeps every token, if a configuration does not say otherwise."""
-REFUSED = {
-    "minicpm3": "its latents are cached as heads of K and V",
-    "mimo_v2_flash": "heads and their sizes differ between its windows and its other layers",
-    "mimo_v2": "heads and their sizes differ between its windows and its other layers",
-}
-"""Architectures whose fields mean something else than the same ones of others do."""
+GEMMA_4 = ("gemma4", "gemma4_unified", "diffusion_gemma")
+MIMO = ("mimo_v2", "mimo_v2_flash")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LATENTS = re.compile("deepseek|kimi|glm|longcat|axk1|bailing_hybrid|hy_v4|pangu_ultra")
+"""Architectures that cache a latent, MLA's, if they have a `kv_lora_rank`."""
+UNNAMED = "the model's configuration does not name the kinds of its layers"
+WINDOWS = ("sliding_attention", "chunked_attention")
+PERIODS = ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
+"""Fields that say that one layer in so many keeps every token."""
 ATTENTION_FIELDS = re.compile(
     r"attn|attention|head|kv|mqa|gqa|mla|multi_query|(?:^|_)(?:key|value|query|qk)(?:_|$)|lora_rank|latent"
     r"|window|chunk|sliding|index|compress|layers?_(?:block_)?type|block_(?:config|type)|pattern|mamba|ssm|state_size"
@@ -91,7 +181,7 @@ HARMLESS = re.compile(
     r"|implementation|prun|quant|loss|dtype|gate|activation|chunk_size_feed_forward|embed|softmax|clip|upcast|freeze)"
     r"|encoder_attention_heads$|encoder_kv|encoder_head|attention_(?:type|method)$|share_q_dim$|max_window_layers$"
     r"|use_sliding_window$|sliding_window$|sliding_window_size$|layer_types$|layers_block_type$|sliding_window_pattern$"
-    r"|hybrid_override_pattern$|q_lora_rank$|o_lora_rank$|qk_nope_head_dim$|v_head_dim$|qk_head_dim$|num_query_groups$"
+    r"|hybrid_override_pattern$|mtp_|q_lora_rank$|o_lora_rank$|qk_nope_head_dim$|v_head_dim$|qk_head_dim$|num_query_groups$"
     r"|query_pre_attn_scalar$|index_n_heads$|index_topk|indexer_(?:rope|types)|o_groups$|mlp_layer_types|is_decoder$"
     r"|add_cross_attention$|cross_attention_hidden_size$|lm_head|head_bias$|mamba_(?:proj|conv|rms|dt|chunk|norm)|id2label"
     r"|mamba_(?:hidden_act|num_groups)|time_step|attn_?(?:alpha|factor)|hidden_size_per_layer|vocab_size_per_layer"
@@ -134,16 +224,15 @@ def read_model_config(path: Path) -> ModelShape:
     MLA: one latent of that many elements and `qk_rope_head_dim` more. Raises ConfigError: the file cannot be read,
     lacks a number, describes layers of a kind that is not known, or has a field of attention that is not.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = _file_in(path) if path.is_dir() else path
     whole = _read_object(file)
-    text = whole.get("text_config")
-    text = text if isinstance(text, dict) else whole
-    text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
-    dtype = text.get("dtype") or text.get("torch_dtype") or whole.get("torch_dtype") or "bfloat16"
-    config = _Config(text, str(file), str(dtype))
+    if MISTRAL.keys() <= whole.keys():
+        whole = _renamed_of_mistral(whole, str(file))
+    text, defaults, pattern = _text_model(whole, str(file))
+    dtype = _served_type(text, whole)
+    config = _Config(text, str(file), dtype, defaults=defaults, pattern=pattern)
     name = str(whole.get("_name_or_path") or whole.get("model_type") or file.parent.name)
-    drafts = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-    num_draft_layers = max(config.optional(each, 0) for each in drafts)
+    num_draft_layers = config.num_draft_layers
     if ratios := config.compressions():
         config.refuse_unread_fields()
         compressed = compressed_mla(name, ratios)
@@ -157,12 +246,83 @@ def read_model_config(path: Path) -> ModelShape:
         num_layers=len(layers),
         num_kv_heads=heads,
         head_dim=head_dim,
-        dtype=str(dtype),
+        dtype=config.dtype,
         is_mla=config.is_mla,
         num_draft_layers=num_draft_layers,
         groups=() if _is_plain(groups, len(layers)) else groups,
-        assumptions=tuple(config.assumptions),
+        assumptions=config.assumptions,
     )
+
+
+def _file_in(folder: Path) -> Path:
+    """Return a folder's `config.json`, or Mistral's `params.json` if there is no other."""
+    own = folder / "params.json"
+    return own if own.exists() and not (folder / "config.json").exists() else folder / "config.json"
+
+
+@functools.cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """The defaults of transformers' classes, by model type."""
+    file = importlib.resources.files(__package__).joinpath("model_defaults.json")
+    found: dict[str, dict[str, Any]] = json.loads(file.read_bytes())["models"]
+    return found
+
+
+def _text_model(whole: dict[str, Any], path: str) -> tuple[dict[str, Any], Set[str], Sequence[str]]:
+    """Return the fields of the model that generates text, with the defaults of those that the file leaves out, their
+    names, and the kinds of its layers by default, as `_Config` takes them. Raises ConfigError: this type of model is
+    not known.
+    """
+    fields, model_type = whole, str(whole.get("model_type") or "")
+    while True:
+        # a field that is left out has the default of its class; one that is null has none
+        inner = str(_defaults().get(model_type, {}).get("text_config") or "")
+        nested = next((fields[name] for name in NESTED if isinstance(fields.get(name), dict)), None)
+        if nested is None:
+            break
+        fields, model_type = nested, str(nested.get("model_type") or inner)
+    model_type = inner or model_type
+    known = _defaults().get(model_type)
+    if known is None and model_type.removesuffix("_text") not in PUBLISHED:
+        raise ConfigError(
+            f"{model_type or 'a model without a model_type'} is not known: if each of its layers keeps every token,"
+            " give --layers, --kv-heads and --head-dim instead, or --layers, --head-dim and --mla for latents",
+            path=path,
+            model_type=model_type,
+        )
+    alike = {name for names in SAME if fields.keys() & {*names} for name in names}
+    left_out = {name: value for name, value in (known or {}).items() if name not in alike}
+    pattern = left_out.pop("layer_types", "")
+    return (
+        {**left_out, "model_type": model_type, **fields},
+        left_out.keys() - fields.keys(),
+        pattern,
+    )
+
+
+def _served_type(text: dict[str, Any], whole: dict[str, Any]) -> str:
+    """Return the type in which engines serve a model: 16 bits if its weights have 32, or if the file does not say."""
+    found = (each.get(name) for each in (text, whole) for name in ("dtype", "torch_dtype"))
+    dtype = str(next(filter(None, found), "bfloat16")).removeprefix("torch.")
+    return "bfloat16" if dtype in ("float32", "auto") else dtype
+
+
+def _renamed_of_mistral(params: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the fields of a `params.json`, Mistral's own format, by transformers' names."""
+    fields = {MISTRAL.get(name, name): value for name, value in params.items()}
+    is_mla = bool(fields.get("qk_nope_head_dim"))
+    window = fields.get("sliding_window")
+    if isinstance(window, list):  # one for each layer of a period, null for all tokens
+        if len(sizes := {*window} - {None}) != 1:
+            raise ConfigError("windows of several sizes are not known", path=path, found=window)
+        (fields["sliding_window"],) = sizes
+        kinds = ["sliding_attention" if each else "full_attention" for each in window]
+        fields["layer_types"] = kinds * -(-int(fields["num_hidden_layers"]) // len(kinds))
+    elif window is None:
+        fields["sliding_window"] = None
+    for other in ("vision_encoder", "multimodal", "moe", "quantization", "llama_4_scaling", "yarn"):
+        fields.pop(other, None)
+    return {**fields, "model_type": "deepseek_v3" if is_mla else "mistral"}
 
 
 def _is_plain(groups: Sequence[LayerGroup], num_layers: int) -> bool:
@@ -181,6 +341,14 @@ def _read_object(file: Path) -> dict[str, Any]:
     return config
 
 
+class KVHeads(NamedTuple):
+    """KV heads of a layer, and the elements of one of K and of V."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
 class Cached(NamedTuple):
     """What a layer caches: as in `LayerGroup`."""
 
@@ -189,24 +357,53 @@ class Cached(NamedTuple):
     keeps: Keeps = "all"
     extent_tokens: int = 0
     encoder_tokens: int = 0
+    is_cut: bool = True
+
+
+def _convolved(width: int, **channels: int) -> StateParts:
+    """Return a convolution's inputs by name: the last `width` of each channel."""
+    return tuple((f"conv-{name}", count, width) for name, count in channels.items())
 
 
 class _Config:
     """The fields of the text model in the file at `path`, and which of them were read."""
 
-    def __init__(self, fields: dict[str, Any], path: str, dtype: str) -> None:
-        self._fields, self._path, self._dtype = fields, path, dtype
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        path: str,
+        dtype: str,
+        *,
+        defaults: Set[str] = frozenset(),
+        pattern: Sequence[str] = (),
+    ) -> None:
+        self._fields, self._path, self.dtype = fields, path, dtype
+        self._defaults, self._pattern = defaults, pattern
         self._read: set[str] = set()
-        self.assumptions: list[str] = []
+        self._used: dict[str, Any] = {}
+        self._assumptions: list[str] = []
         self.architecture = str(self.get("model_type") or "").removesuffix("_text")
-        if self.architecture in REFUSED:
-            raise self._refusal(f"{self.architecture} is not known: {REFUSED[self.architecture]}")
-        self.is_mla = self.get("kv_lora_rank") is not None
+        self.is_mla = self.get("kv_lora_rank") is not None and self.architecture != "minicpm3"
+        if self.is_mla and not LATENTS.match(self.architecture):
+            raise self._refusal(
+                f"no latents of {self.architecture} are known",
+                kv_lora_rank=self.get("kv_lora_rank"),
+            )
 
     def get(self, name: str) -> Any:
         """Return a field, None if it is missing. It counts as read."""
         self._read.add(name)
-        return self._fields.get(name)
+        value = self._fields.get(name)
+        if value and name in self._defaults:
+            self._used[name] = value
+        return value
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the file does not say and was assumed, in words."""
+        values = ", ".join(f"{name} {value}" for name, value in self._used.items())
+        text = f"the file leaves out what transformers' {self._fields['model_type']} has by default: {values}"
+        return (*self._assumptions, *([text] if values else []))
 
     def number(self, *names: str) -> int:
         """Return the first of these fields, a positive number. Raises ConfigError: it is missing, or something else."""
@@ -234,7 +431,7 @@ class _Config:
             raise self._refusal(
                 "the model's configuration lacks an object", needed=name, found=value
             )
-        return _Config(value, f"{self._path}: {name}", self._dtype)
+        return _Config(value, f"{self._path}: {name}", self.dtype)
 
     def refuse_unread_fields(self) -> None:
         """Raise ConfigError if a field that looks like attention, and says something, was not read."""
@@ -256,9 +453,15 @@ class _Config:
     def _refusal(self, text: str, **values: Any) -> ConfigError:
         return ConfigError(text, path=self._path, **values)
 
-    def heads(self) -> tuple[int, int]:
-        """Return the KV heads of a layer, and the elements of one."""
-        return self._num_kv_heads(), self._head_dim()
+    def heads(self) -> KVHeads:
+        """Return the KV heads of a layer."""
+        if self.architecture == "minicpm3":  # whose latents are cached as heads, V as wide as K
+            size = self.number("qk_nope_head_dim") + self.number("qk_rope_head_dim")
+            return KVHeads(self.number(*ALL_HEADS), size, size)
+        head_dim = self._head_dim()
+        return KVHeads(
+            self._num_kv_heads(), head_dim, self.optional("v_head_dim", head_dim, least=1)
+        )
 
     @property
     def latent_size(self) -> int:
@@ -278,16 +481,20 @@ class _Config:
             return self.number(*KV_HEADS)
         heads = self.number(*ALL_HEADS)
         text = f"no number of KV heads is given: each of the {heads} attention heads has its own K and V"
-        if text not in self.assumptions:
-            self.assumptions.append(text)
+        if text not in self._assumptions:
+            self._assumptions.append(text)
         return heads
 
     def _head_dim(self) -> int:
-        names = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "hidden_size_per_head")
+        names = ("head_dim", "attention_head_dim", "d_kv", "kv_channels", "hidden_size_per_head")
         own = next((name for name in names if self.get(name) is not None), None)
+        self._read |= {*names}
         if own:
             return self.number(own)
-        size, heads = self.number("hidden_size", "n_embd", "d_model"), self.number(*ALL_HEADS)
+        size, heads = (
+            self.number("hidden_size", "n_embd", "n_embed", "d_model"),
+            self.number(*ALL_HEADS),
+        )
         if size % heads:
             raise self._refusal(
                 "the hidden size is no multiple of the heads", size=size, heads=heads
@@ -300,21 +507,25 @@ class _Config:
         """
         # of an encoder-decoder model the decoder's, which alone caches
         decoder = ("decoder_layers", "num_decoder_layers") if self.get("is_encoder_decoder") else ()
-        num_layers = self.number(*decoder, "num_hidden_layers", "n_layer", "num_layers")
+        kinds = self.get("layers_block_type")  # Nemotron-H as transformers saves it has no number
+        has_number = any(map(self.get, (*decoder, *LAYERS)))
+        is_counted = isinstance(kinds, list) and not has_number
+        num_layers = len(kinds) if is_counted else self.number(*decoder, *LAYERS)
         if num_layers > MAX_LAYERS:
             raise self._refusal(f"num_layers is 1 to {MAX_LAYERS}", num_layers=num_layers)
         if self.get("block_configs"):
             return self._blocks(num_layers)
         if self.architecture.startswith("lfm2"):
             self._read |= {"conv_L_cache", "conv_dim", "conv_dim_out"}
-        made: dict[tuple[str, int, int], tuple[Cached, ...]] = {}
+        made: dict[tuple[str, KVHeads | None], tuple[Cached, ...]] = {}
         layers = []
-        own_sizes = self._sizes_by_layer()
-        for layer, kind in enumerate(self._kinds(num_layers)):
-            key = (kind, *own_sizes.get(layer, (0, 0)))
+        kinds_of_layers = self._kinds(num_layers)
+        own_sizes = {**self._sizes_by_kind(kinds_of_layers), **self._sizes_by_layer()}
+        for layer, kind in enumerate(kinds_of_layers):
+            key = (kind, own_sizes.get(layer))
             if key not in made:
                 made[key] = tuple(
-                    self._cached(each, key[1:]) for each in kind.split("+") if each != "none"
+                    self._cached(each, key[1]) for each in kind.split("+") if each != "none"
                 )
             layers.append(made[key])
         shared = self._num_sharing_layers()
@@ -357,8 +568,30 @@ class _Config:
             raise self._refusal("compressed latents of other sizes are not known", found=found)
         return ratios[:num_layers]
 
-    def _sizes_by_layer(self) -> dict[int, tuple[int, int]]:
-        """Return the KV heads and their elements of layers that have their own, as `per_layer_config` says."""
+    def _sizes_by_kind(self, kinds: Sequence[str]) -> dict[int, KVHeads]:
+        """Return the heads of windows, where the configuration gives them heads of their own."""
+        windows = [layer for layer, kind in enumerate(kinds) if kind == "window"]
+        if self.architecture in MIMO and self.get("swa_num_key_value_heads") is not None:
+            self._read |= {"swa_num_attention_heads"}
+            head_dim = self.number("swa_head_dim")
+            value_dim = self.optional("swa_v_head_dim", head_dim, least=1)
+            heads = KVHeads(self.number("swa_num_key_value_heads"), head_dim, value_dim)
+            return dict.fromkeys(windows, heads)
+        if self.architecture.startswith("step3p") and self.get("attention_other_setting"):
+            own = self.within("attention_other_setting")
+            if own.get("attention_type") != "sliding_attention":
+                raise self._refusal(
+                    "other heads are known of windows only", attention_other_setting=own._fields
+                )
+            own._read |= {"num_attention_heads", "true_head_dim"}
+            head_dim = own.number("head_dim")
+            heads = KVHeads(own.number("num_attention_groups"), head_dim, head_dim)
+            own.refuse_unread_fields()
+            return dict.fromkeys(windows, heads)
+        return {}
+
+    def _sizes_by_layer(self) -> dict[int, KVHeads]:
+        """Return the heads of layers that have their own, as `per_layer_config` says."""
         found = self.get("per_layer_config")
         if not found:
             return {}
@@ -366,8 +599,11 @@ class _Config:
             raise self._refusal("per_layer_config has no object for each layer", found=found)
         sizes = {}
         for layer, changes in found.items():
-            own = _Config({**self._fields, **changes}, f"{self._path}: layer {layer}", self._dtype)
-            unknown = changes.keys() - {"head_dim", "num_key_value_heads"}
+            own = _Config({**self._fields, **changes}, f"{self._path}: layer {layer}", self.dtype)
+            unknown = changes.keys() - {
+                *("head_dim", "num_attention_groups", "num_attention_heads"),
+                *("num_key_value_heads", "v_head_dim"),
+            }
             if any(ATTENTION_FIELDS.search(name) for name in unknown):
                 raise self._refusal(
                     "a layer of per_layer_config has fields of its own that are not known",
@@ -378,9 +614,16 @@ class _Config:
 
     def _num_sharing_layers(self) -> int:
         """Return the number of last layers that read another layer's cache, and have none."""
-        if self.architecture not in ("gemma3n", "gemma4", "gemma4_unified"):
+        if self.architecture not in ("gemma3n", *GEMMA_4):
             return 0
         return self.optional("num_kv_shared_layers", 0)
+
+    @property
+    def num_draft_layers(self) -> int:
+        """The number of layers that predict further tokens, and of which the engine caches nothing unless it drafts."""
+        return max(
+            (self.optional(name, 0) for name in DRAFTS if name not in self._defaults), default=0
+        )
 
     def groups(self, layers: Iterable[tuple[Cached, ...]]) -> tuple[LayerGroup, ...]:
         """Return groups of layers that cache alike."""
@@ -400,63 +643,70 @@ class _Config:
                 keeps=each.keeps,
                 extent_tokens=each.extent_tokens,
                 encoder_tokens=each.encoder_tokens,
+                is_cut=each.is_cut,
             )
             for each in order
         )
 
-    def _token(self, own: tuple[int, int] = (0, 0)) -> Parts:
-        """Return K and V of a token, or its latent. `own`: a layer's own KV heads and their elements."""
+    def _token(self, own: KVHeads | None = None) -> Parts:
+        """Return K and V of a token, or its latent. `own`: a layer's own heads."""
         if self.is_mla:
-            return parts_of_token(1, self.latent_size, self._dtype, is_mla=True)
-        if any(own):
-            return parts_of_token(*own, self._dtype, is_mla=False)
-        heads, head_dim = self.heads()
-        value_dim = self.optional("v_head_dim", head_dim, least=1)
-        item = DType(self._dtype).item_size_bytes
-        return (("k", heads, head_dim, item), ("v", heads, value_dim, item))
+            return parts_of_token(1, self.latent_size, self.dtype, is_mla=True)
+        heads, key_dim, value_dim = own or self.heads()
+        item = DType(self.dtype).item_size_bytes
+        return (("k", heads, key_dim, item), ("v", heads, value_dim, item))
 
-    def _cached(self, kind: str, own: tuple[int, int]) -> Cached:
-        """Return what a layer of a kind caches, and with its `own` KV heads and their elements if they are not 0."""
+    def _cached(self, kind: str, own: KVHeads | None) -> Cached:
+        """Return what a layer of a kind caches, with its `own` heads if it has any."""
         if kind in ATTENTION:
             name, keeps, names = ATTENTION[kind]
             size = self.number(*names) if names else 0
             if kind == "window" and self.architecture.startswith("cohere2"):
                 size += 1  # its windows have the token itself beside this number of others
-            is_global = kind == "full" and not any(own)
+            is_global = kind == "full" and own is None
             token = self._global_token() if is_global else self._token(own)
             return Cached(name.format(size), token, keeps, size)
-        makers: dict[str, Callable[[], tuple[str, Shapes]]] = {
+        makers: dict[str, Callable[[], tuple[str, StateParts]]] = {
             "delta": self._delta_net,
             "kda": self._kimi_delta,
             "lightning": self._lightning,
             "mamba": self._mamba,
             "convolution": self._convolution,
         }
-        name, shapes = makers[kind]()
-        given = self.get("mamba_ssm_dtype") or self.get("mamba_ssm_cache_dtype")
+        name, state = makers[kind]()
+        self._read |= {"mamba_ssm_dtype", "mamba_ssm_cache_dtype"}
+        given = self.get(STATE_TYPES.get(self.architecture, ""))
         # Kimi's kernels keep the recurrent state in float32, whatever the model's type
-        state = str(given or ("float32" if kind == "kda" else self._dtype))
-        dtypes = [self._dtype] * (kind != "lightning") + [state]
-        parts = tuple(
-            (f"state{number}", *shape, DType(each).item_size_bytes)
-            for number, (shape, each) in enumerate(zip(shapes, dtypes, strict=False))
-        )
-        return Cached(f"{name} state", parts, "state")
+        recurrent = str(given or ("float32" if kind == "kda" else self.dtype))
+        items = {part: DType(self.dtype).item_size_bytes for part, *_ in state}
+        if TEMPORAL in items:
+            items[TEMPORAL] = DType(recurrent).item_size_bytes
+        parts = tuple((part, units, size, items[part]) for part, units, size in state)
+        # vLLM's engines cut these by heads only where they know the order of their channels
+        is_cut = kind not in ("lightning", "convolution")
+        return Cached(f"{name} state", parts, "state", is_cut=is_cut)
 
     def _global_token(self) -> Parts:
         """Return K and V of a layer that keeps every token, whose heads differ from a window's in Gemma 4."""
-        if self.architecture not in ("gemma4", "gemma4_unified"):
+        if self.architecture not in GEMMA_4:
             return self._token()
         heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
         heads = self.number("num_global_key_value_heads") if heads else self._num_kv_heads()
         self.get("num_global_key_value_heads")
         head_dim = self.optional("global_head_dim", 512, least=1)
-        return parts_of_token(heads, head_dim, self._dtype, is_mla=False)
+        return parts_of_token(heads, head_dim, self.dtype, is_mla=False)
 
     def _indexed_layers(self, num_layers: int) -> list[int]:
         """Return the layers of sparse attention that have an indexer's keys. Others share a layer's choice."""
         every = range(num_layers)
-        if self.get("sparse_attention_config"):  # MiniMax-M3
+        if self.architecture.startswith("minimax_m3"):
+            self._read |= {"index_block_size", "index_local_blocks", "index_topk_blocks"}
+            self._read |= {"index_head_dim"}
+            if not self.get("sparse_attention_config"):  # as transformers saves it
+                kinds = self.get("layer_types") or []
+                return [
+                    layer for layer in every if kinds[layer : layer + 1] == ["minimax_m3_sparse"]
+                ]
             own = self.within("sparse_attention_config")
             named = own.get("sparse_attention_freq") or []
             if not isinstance(named, list) or len(named) < num_layers:
@@ -468,6 +718,7 @@ class _Config:
             return []
         types, pattern = self.get("indexer_types"), self.get("index_topk_pattern")
         if named := types or pattern:
+            self._read |= {"index_topk_freq", "index_skip_topk_offset"}
             marks = {"full": True, "F": True, "shared": False, "S": False}
             if len(named) < num_layers or not {*named} <= marks.keys():
                 raise self._refusal(
@@ -482,8 +733,10 @@ class _Config:
         """Keys of DeepSeek's indexer in fp8, a float32 scale for each 128 elements; MiniMax-M3's as they are."""
         if self.get("sparse_attention_config"):
             size = self.within("sparse_attention_config").number("sparse_index_dim")
-            return Cached("indexer", parts_of_token(1, size, self._dtype, is_mla=True))
-        size = self.number("index_head_dim")
+        else:
+            size = self.number("index_head_dim")
+        if self.architecture.startswith("minimax_m3"):
+            return Cached("indexer", (("index", 1, size, DType(self.dtype).item_size_bytes),))
         return Cached("indexer", (("index", 1, size, 1), ("index-scales", 1, size // 128 * 4, 1)))
 
     def _blocks(self, num_layers: int) -> list[tuple[Cached, ...]]:
@@ -492,9 +745,9 @@ class _Config:
         if not isinstance(blocks, list) or len(blocks) != num_layers:
             raise self._refusal("block_configs names every layer", layers=num_layers)
         layers: list[tuple[Cached, ...]] = []
-        item, head_dim = DType(self._dtype).item_size_bytes, self._head_dim()
+        item, head_dim = DType(self.dtype).item_size_bytes, self._head_dim()
         for block in blocks:
-            attention = _Config(dict(block).get("attention") or {}, self._path, self._dtype)
+            attention = _Config(dict(block).get("attention") or {}, self._path, self.dtype)
             if not attention._fields:
                 raise self._refusal("a block of block_configs has no attention", block=block)
             if attention.get("no_op") or attention.get("replace_with_linear"):
@@ -514,53 +767,62 @@ class _Config:
             ]
         return layers
 
-    def _delta_net(self) -> tuple[str, Shapes]:
-        """Convolution `[channels of Q, K and V, width - 1]` and state `[value heads, value dim x key dim]`."""
+    def _delta_net(self) -> tuple[str, StateParts]:
+        """Convolution of Q, K and V, and state `[value heads, value dim x key dim]`."""
         number = self.number
         key_dim, value_dim = number("linear_key_head_dim"), number("linear_value_head_dim")
         values = number("linear_num_value_heads")
-        channels = 2 * number("linear_num_key_heads") * key_dim + values * value_dim
-        convolution = (channels, number("linear_conv_kernel_dim") - 1)
-        return "gated delta net", (convolution, (values, value_dim * key_dim))
+        keys, width = number("linear_num_key_heads"), number("linear_conv_kernel_dim") - 1
+        convolution = _convolved(width, Q=keys * key_dim, K=keys * key_dim, V=values * value_dim)
+        return "gated delta net", (*convolution, (TEMPORAL, values, value_dim * key_dim))
 
-    def _kimi_delta(self) -> tuple[str, Shapes]:
-        """Convolution `[channels of Q, K and V, width - 1]` and state `[heads, head dim x head dim]`."""
+    def _kimi_delta(self) -> tuple[str, StateParts]:
+        """Convolution of Q, K and V, and state `[heads, head dim x head dim]`."""
         if self.get("linear_attn_config"):
             own = self.within("linear_attn_config")
             heads, dim = own.number("num_heads"), own.number("head_dim")
-            width = own.number("short_conv_kernel_size")
+            width = own.number("short_conv_kernel_size") - 1
+            self._read |= {"linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"}
         else:  # as transformers saves it
             heads, dim = self.number("linear_num_heads"), self.number("linear_head_dim")
-            width = self.number("linear_conv_kernel_dim")
-        return "Kimi delta attention", ((3 * heads * dim, width - 1), (heads, dim * dim))
+            width = self.number("linear_conv_kernel_dim") - 1
+        convolution = _convolved(width, Q=heads * dim, K=heads * dim, V=heads * dim)
+        return "Kimi delta attention", (*convolution, (TEMPORAL, heads, dim * dim))
 
-    def _lightning(self) -> tuple[str, Shapes]:
+    def _lightning(self) -> tuple[str, StateParts]:
         """State `[heads, head dim x head dim]` of all attention heads."""
         dim = self._head_dim()
-        return "lightning attention", ((self.number(*ALL_HEADS), dim * dim),)
+        return "lightning attention", ((TEMPORAL, self.number(*ALL_HEADS), dim * dim),)
 
-    def _convolution(self) -> tuple[str, Shapes]:
-        """Convolution `[channels, width - 1]` of LFM2, which has no other state."""
+    def _convolution(self) -> tuple[str, StateParts]:
+        """Convolution of LFM2, which has no other state."""
         self.get("conv_dim_out")
         channels = self.number("conv_dim", "hidden_size")
-        return "short convolution", ((channels, self.number("conv_L_cache") - 1),)
+        return "short convolution", _convolved(self.number("conv_L_cache") - 1, x=channels)
 
-    def _mamba(self) -> tuple[str, Shapes]:
-        """Convolution `[channels, width - 1]` and state: `[heads, head dim x state]` of Mamba 2, `[channels, state]` of
-        Mamba 1, which has no heads.
+    def _mamba(self) -> tuple[str, StateParts]:
+        """Mamba 2: convolution of x, B and C, the latter of each group of heads, and state `[heads, head dim x state]`.
+        Mamba 1, which has no heads: convolution of x, and state `[channels, state]`.
         """
         number = self.number
         width = number("mamba_d_conv", "conv_kernel") - 1
-        state = number("mamba_d_state", "ssm_state_size", "state_size")
-        names = [name for name in ("mamba_n_heads", "mamba_num_heads") if self.get(name)]
+        size = number("mamba_d_state", "ssm_state_size", "state_size")
+        own = ("num_heads",) if self.architecture == "mamba2" else ()
+        found = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", *own)
+        names = [name for name in found if self.get(name)]
         if not names:
             channels = self._mamba_channels()
-            return "Mamba", ((channels, width), (channels, state))
-        heads, dim = number(*names), number("mamba_d_head", "mamba_head_dim")
-        self.get("mamba_expand"), self.get("expand")
+            return "Mamba", (*_convolved(width, x=channels), (TEMPORAL, channels, size))
+        heads = number(*names)
+        dims = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", *(("head_dim",) if own else ()))
+        expanded = (self.get("mamba_expand") or self.get("expand") or 0) * number("hidden_size")
+        is_given = any(self.get(name) not in (None, "auto") for name in dims)
+        dim = number(*dims) if is_given else expanded // heads
         inner = self.get("mamba_d_ssm") or heads * dim
-        channels = inner + 2 * number("mamba_n_groups", "n_groups") * state
-        return "Mamba", ((channels, width), (heads, dim * state))
+        groups = number("mamba_n_groups", "n_groups", "mamba_ngroups")
+        # with more ranks than groups, each holds the group of its heads whole
+        sides = tuple((f"conv-{name}", groups, size * width) for name in ("B", "C"))
+        return "Mamba", (*_convolved(width, x=inner), *sides, (TEMPORAL, heads, dim * size))
 
     def _mamba_channels(self) -> int:
         if self.architecture in ("mamba", "falcon_mamba") and self.get("intermediate_size"):
@@ -577,20 +839,33 @@ class _Config:
             if not isinstance(ones, list) or len(ones) < num_layers or not {*ones} <= {0, 1}:
                 raise self._refusal("attn_type_list has a 0 or a 1 for each layer", found=ones)
             return ["full" if each else "lightning" for each in ones[:num_layers]]
+        names: tuple[str, ...]
         names = ("layer_types", "layers_block_type", "hybrid_override_pattern", "layer_pattern")
+        if self.architecture in MIMO and self.get("hybrid_layer_pattern"):
+            self._read |= {*names, "attention_chunk_size"}
+            names = ()  # vLLM reads the pattern, and transformers may save other types beside it
         named = next(filter(None, map(self.get, names)), None)
         if not named:
             return self._unnamed_kinds(range(num_layers))
         self._read |= {"full_attention_interval", "attn_layer_indices", "full_attn_idxs"}
+        self._read |= {"hybrid_layer_pattern", "hybrid_layer_ids"}  # the same again
         self._read |= {"attn_layer_period", "attn_layer_offset", "no_rope_layers", "attn_type_list"}
         self._read |= {"no_rope_layer_interval", "global_attn_every_n_layers"}
-        self._read |= {"prefix_dense_sliding_window_pattern"}
+        self._read |= {"prefix_dense_sliding_window_pattern", *PERIODS}
+        if self.architecture in (*MIMO, "zamba2"):
+            self._read |= {
+                "attention_chunk_size",
+                "attention_hidden_size",
+            }  # of masks, and of weights
         named = named if isinstance(named, list | str) else [named]
+        return self._kinds_named(named, num_layers)
+
+    def _kinds_named(self, named: Sequence[str], num_layers: int) -> list[str]:
         known = dict(KINDS)
-        if self.architecture in LIGHTNING:
-            known["linear_attention"] = "lightning"
-        if self.architecture == "kimi_linear":
-            known["linear_attention"] = "kda"
+        if linear := LINEAR.get(self.architecture):
+            known["linear_attention"] = linear
+        if self.architecture in ("zamba2", "falcon_h1"):
+            known["hybrid"] = "full+mamba"
         unknown = sorted({str(kind) for kind in named} - known.keys())
         if unknown or len(named) < num_layers:
             raise self._refusal(
@@ -627,10 +902,15 @@ class _Config:
         if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
             interval = optional("full_attention_interval", 4, least=1)
             return ["full" if (i + 1) % interval == 0 else "delta" for i in layers]
-        if architecture in ("mamba", "mamba2", "falcon_mamba"):
-            return ["mamba" for _ in layers]
-        if architecture == "falcon_h1":
-            return ["full+mamba" for _ in layers]
+        if architecture in MIMO and (named := self.get("hybrid_layer_pattern")):
+            if not isinstance(named, list) or len(named) < len(layers) or not {*named} <= {0, 1}:
+                raise self._refusal(
+                    "hybrid_layer_pattern has a 0 or a 1 for each layer", found=named
+                )
+            return ["window" if each else "full" for each in named[: len(layers)]]
+        if architecture in ("bailing_hybrid", "bailing_moe_linear"):
+            size = self.number("layer_group_size")
+            return ["full" if (i + 1) % size == 0 else "lightning" for i in layers]
         if architecture in ("lfm2", "lfm2_moe") and self.get("full_attn_idxs") is not None:
             full: list[int] = optional("full_attn_idxs", [])
             return ["full" if i in full else "convolution" for i in layers]
@@ -642,14 +922,15 @@ class _Config:
         return self._windows(architecture, layers)
 
     def _windows(self, architecture: str, layers: range) -> list[str]:
-        get = self.get
-        if not get("sliding_window") or get("use_sliding_window") is False:
+        if not self._pattern and (architecture in LINEAR or architecture.startswith("lfm2")):
+            raise self._refusal(UNNAMED, needed="layer_types")
+        window = self.get("sliding_window") or self.get("sliding_window_size")
+        if not window or self.get("use_sliding_window") is False:
+            self._read |= {*PERIODS}
+            if self._pattern == "irregular" or not {*self._pattern} <= {"full_attention", *WINDOWS}:
+                return self._default_kinds(layers)
             return ["full" for _ in layers]
-        period = (
-            get("sliding_window_pattern")
-            or get("_sliding_window_pattern")
-            or WINDOW_PERIODS.get(architecture)
-        )
+        period = next(filter(None, map(self.get, PERIODS)), None)
         if isinstance(period, int):
             return ["window" if (i + 1) % period else "full" for i in layers]
         if period and isinstance(period, str) and {*period} <= {"L", "G"}:  # EXAONE 4
@@ -661,6 +942,15 @@ class _Config:
             raise self._refusal(
                 "the pattern of windows is not known", sliding_window_pattern=period
             )
-        # Qwen 2: the first layers keep everything
-        first = self.optional("max_window_layers", 0) if get("use_sliding_window") else 0
-        return ["window" if i >= first else "full" for i in layers]
+        if self.get("use_sliding_window"):  # Qwen 2: the first layers keep everything
+            first = self.optional("max_window_layers", 0)
+            return ["window" if i >= first else "full" for i in layers]
+        return self._default_kinds(layers) if self._pattern else ["window" for _ in layers]
+
+    def _default_kinds(self, layers: range) -> list[str]:
+        """Return the kinds that transformers' class names where a file names none."""
+        if self._pattern == "irregular":
+            raise self._refusal(UNNAMED, needed="layer_types")
+        size = len(self._pattern)
+        self._used["layer_types"] = " ".join(self._pattern)
+        return self._kinds_named([self._pattern[i % size] for i in layers], len(layers))

@@ -29,7 +29,7 @@ from kvconnector.cli.console import (
     print_json,
     terminal,
 )
-from kvconnector.cli.model_config import element_type, named_model
+from kvconnector.cli.model_config import TEMPORAL, element_type, named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.cli.plan_report import Comparison, PlanReport, RankRow, ReadRow
 from kvconnector.config import ConnectorConfig
@@ -167,6 +167,14 @@ def build_report(
     """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
     if link_gbits is not None and not link_gbits > 0:  # rejects NaN too
         raise ConfigError("--link must be positive", link_gbits=link_gbits)
+    whole = [group.kind for group in model.layer_groups if not group.is_cut]
+    if whole and prefill.tp != decode.tp:
+        raise ConfigError(
+            "engines exchange these layers only with equal tensor parallelism: give both the same tp",
+            layers=whole,
+            prefill=prefill.tp,
+            decode=decode.tp,
+        )
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
@@ -258,7 +266,7 @@ def _rank_rows(
         held = [group for group in rank.groups if group.layers] or rank.groups[:1]
         layers = sorted({layer for group in held for layer in group.layers})
         # the heads are those of attention, if there is any: a state's are the units that tensor parallelism splits
-        group = min(held, key=lambda each: _is_state(each.parts[0]))
+        group = min(held, key=lambda each: _is_state(each.parts[-1]))
         part = group.parts[0]
         holds = f"layers {_intervals(_runs(layers))}"
         heads = _intervals([(part.head_start, part.head_stop)])
@@ -274,7 +282,7 @@ def _rank_rows(
 
 
 def _is_state(part: PartGeometry) -> bool:
-    return part.name.startswith("state")
+    return part.name.startswith((TEMPORAL, "conv-", "state"))
 
 
 def _rows(

@@ -365,7 +365,7 @@ def test_the_doctor_says_what_is_converted_and_why_not(
     p.step()
     sizes = {"hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "torch_dtype": "bfloat16"}
     layers = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "m", **sizes, **layers}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **layers}))
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     peer = ["--peer", p.scheduler.address.removeprefix("tcp://")]

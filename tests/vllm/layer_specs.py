@@ -1,26 +1,100 @@
 """What vLLM's own layers say that they cache: models are built of a `config.json` without weights, and asked.
 
-Run as a program, since it sets up vLLM's parallel state for good: it reads a JSON object of configurations, and writes
-for each a list of `[layer, kind, extent, bytes]`, or the error's text.
+Run as a program, since it sets up vLLM's parallel state for good: it reads a JSON object of `Asked`s by name, and
+writes for each a list of `[layer, kind, extent, bytes]`, or the error's text. For one with `is_saved` it writes the
+configuration as transformers saves it again, or null if transformers has no class for it.
+
+There is neither a GPU nor an image library here, so a few things are not vLLM's own: modules that are not installed are
+empty, sparse attention takes the CPU's dense backend, the CPU's own limits on states are not applied, and the size and
+number of this tensor parallel rank are set without other ranks. None of them is asked what a layer caches.
 """
 
 import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import math
 import re
 import sys
 import tempfile
 import traceback
+import types
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models import registry
-from vllm.v1.kv_cache_interface import MambaSpec
+
+
+class Asked(NamedTuple):
+    """A configuration, and how it is served."""
+
+    config: dict[str, Any]
+    tp: int = 1
+    rank: int = 0
+    cache_dtype: str = "auto"
+    draft: bool = False
+    """True for the layers of the draft model (MTP) alone."""
+
+
+ABSENT = [
+    name for name in ("cutlass", "quack", "torchvision") if not importlib.util.find_spec(name)
+]
+
+
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that are absent, and have every name that is asked of them."""
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__version__ = "0"
+        module.__getattr__ = lambda name: _named(module, name)
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+class _Named(type):
+    """Classes that take anything, and have every attribute."""
+
+    def __new__(mcs, name, bases=(), names=None):
+        return super().__new__(mcs, name, bases, {"__init__": lambda self, *_, **__: None})
+
+    def __init__(cls, name, bases=(), names=None):
+        super().__init__(name, bases, {})
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(name)
+
+
+def _named(module, name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    setattr(module, name, _Named(name))
+    return getattr(module, name)
+
+
+sys.meta_path.append(_Empty())
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
+from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+from vllm.transformers_utils.config import _CONFIG_REGISTRY  # noqa: E402
+from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 
 def cached(name, spec):
@@ -38,24 +112,49 @@ def cached(name, spec):
     return [layer, kind, window or chunk or 0, spec.real_page_size_bytes // spec.block_size]
 
 
-def specs(config, folder):
+def know(model_type):
+    """Let transformers load a model whose class is code of the model's own: with no defaults."""
+    if model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
+        cls = type("Own", (PreTrainedConfig,), {"model_type": model_type})
+        AutoConfig.register(model_type, cls)
+
+
+def saved(config, folder):
+    """Return a configuration as transformers writes it, or None if it has no class for the type."""
+    if config["model_type"] not in CONFIG_MAPPING:
+        return None
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    CONFIG_MAPPING[config["model_type"]].from_pretrained(folder).save_pretrained(folder)
+    return json.loads(path.read_bytes())
+
+
+def specs(asked, folder):
     """Build the model without memory. Returns what each layer caches, in the layers' order."""
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(asked.config))
+    know(asked.config["model_type"])
     arguments = EngineArgs(
         model=str(folder),
         tokenizer=str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=4096,
+        max_model_len=2048,
         enforce_eager=True,
         block_size=32,
+        kv_cache_dtype=asked.cache_dtype,
+        tensor_parallel_size=asked.tp,
+        distributed_executor_backend="mp" if asked.tp > 1 else None,
+        enable_prefix_caching=True,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if asked.draft else None,
     )
     whole = arguments.create_engine_config()
-    default = torch.get_default_dtype()
+    group, default = get_tp_group(), torch.get_default_dtype()
     try:
+        group.world_size, group.rank_in_group = asked.tp, asked.rank
         torch.set_default_dtype(torch.bfloat16)
         with set_current_vllm_config(whole), torch.device("meta"):
-            initialize_model(vllm_config=whole)
+            draft = whole.speculative_config.draft_model_config if asked.draft else None
+            initialize_model(vllm_config=whole, model_config=draft or whole.model_config)
             layers = whole.compilation_config.static_forward_context.items()
             found = [
                 cached(name, spec)
@@ -65,23 +164,49 @@ def specs(config, folder):
                 and (spec := layer.get_kv_cache_spec(whole)) is not None
             ]
     finally:
+        group.world_size, group.rank_in_group = 1, 0
         torch.set_default_dtype(default)
     return sorted(found)
 
 
-def main():
-    """Answer one list for each configuration."""
+def set_up(folder):
+    """Make this process the only rank of an engine, in a folder of its own."""
     # vLLM looks at each model's class in a process of its own, which imports all of vLLM again, to keep CUDA untouched
     registry._run_in_subprocess = lambda call: call()
+    backend_of = CpuPlatform.get_attn_backend_cls.__func__
+
+    def dense_backend_of(cls, selected_backend, attn_selector_config, num_heads=None):
+        dense = attn_selector_config._replace(use_sparse=False)
+        return backend_of(cls, selected_backend, dense, num_heads)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(dense_backend_of)
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_all_but_states(cls, vllm_config):
+        """The CPU's kernels want recurrent states in float32, and no prefix cache of latents, unlike a GPU's."""
+        cache = vllm_config.cache_config
+        kept = cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching
+        check(cls, vllm_config)
+        cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching = kept
+
+    CpuPlatform.check_and_update_config = classmethod(check_all_but_states)
+    torch.cuda.Stream = torch.cuda.Event = _Named("Absent")
+    init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
+    initialize_model_parallel(1, 1)
+
+
+def main():
+    """Answer one list for each configuration."""
     with set_current_vllm_config(VllmConfig()), tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        init_distributed_environment(1, 0, store, 0, backend="gloo")
-        initialize_model_parallel(1, 1)
+        set_up(folder)
         answers = {}
-        for name, config in json.load(sys.stdin).items():
+        for name, asked in json.load(sys.stdin).items():
             with contextlib.redirect_stdout(sys.stderr):  # some models print
                 try:
-                    answers[name] = specs(config, Path(folder))
+                    if asked.pop("is_saved", False):
+                        answers[name] = saved(asked["config"], Path(folder))
+                        continue
+                    answers[name] = specs(Asked(**asked), Path(folder))
                 except Exception as error:
                     answers[name] = f"{type(error).__name__}: {error}"
                     traceback.print_exc()

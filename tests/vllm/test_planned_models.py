@@ -1,61 +1,115 @@
 """What `kvconnector plan` reads from a `config.json` is what vLLM's own layers cache, layer by layer.
 
-vLLM builds each model of `tests/support/model_configs.py` without weights, in a process of its own.
+vLLM builds each model of `tests/support/model_configs.py` without weights, in a process of its own: as published and as
+transformers saves it again, as one rank and as others, and with an fp8 cache.
 """
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
 
+from kvconnector.bench.shapes import EngineShape, rank_geometry
 from kvconnector.cli.model_config import read_model_config
+from kvconnector.ids import Rank
 from tests.support.model_configs import FAMILIES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(280)]
 ROOT = Path(__file__).parents[2]
+SERVED = {
+    "as published": {},
+    "rank 1 of 2": {"tp": 2, "rank": 1},
+    "rank 7 of 8": {"tp": 8, "rank": 7},  # K and V of two heads are replicated
+    "fp8": {"cache_dtype": "fp8"},
+}
+UNNUMBERED = ("falcon h1", "zamba 2")
+"""Of these vLLM counts attentions and states in another order than layers."""
 
 
 @pytest.fixture(scope="module")
-def specs_of_vllm():
-    """What vLLM's layers cache, for each family."""
+def vllms():
+    """What vLLM's layers cache, by family and how it is served, and the configurations that transformers saves."""
+    asked = {}
+    for family, config in FAMILIES.items():
+        asked[f"{family}: saved"] = {"config": config, "is_saved": True}
+        for served, more in SERVED.items():
+            asked[f"{family}: {served}"] = {"config": config, **more}
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.layer_specs"],
-        input=json.dumps(FAMILIES),
+        input=json.dumps(asked),
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return SimpleNamespace(
+        of=lambda family, served: found(answers[f"{family}: {served}"], family),
+        saved=lambda family: answers[f"{family}: saved"],
+    )
 
 
-def planned(config, folder):
+def found(answer, family):
+    """Return an answer of `layer_specs`, without layers' numbers where vLLM has others."""
+    assert isinstance(answer, list), answer
+    return sorted(each for _, *each in answer) if family in UNNUMBERED else answer
+
+
+def planned(config, folder, family, *, tp=1, rank=0, cache_dtype=""):
     """Return what each layer caches as `layer_specs` says it."""
     path = folder / "config.json"
-    # without a GPU vLLM keeps recurrent states in float32, whatever the configuration says
-    path.write_text(json.dumps({**config, "mamba_ssm_dtype": "float32"}))
+    path.write_text(json.dumps(config))
+    model = read_model_config(path)
+    dtype = "float8_e4m3fn" if cache_dtype else ""
+    geometry = rank_geometry(model, EngineShape(tp=tp, dtype=dtype), Rank(0, rank))
     per_layer = 2 if config["model_type"] == "longcat_flash" else 1
-    return sorted(
+    layers = sorted(
         [
             layer // per_layer,
             group.keeps,
             group.extent_tokens,
-            sum(heads * size * item for _, heads, size, item in group.parts),
+            sum(
+                (part.head_stop - part.head_start) * part.head_dim * part.item_size_bytes
+                for part in held.parts
+            ),
         ]
-        for group in read_model_config(path).layer_groups
+        for group, held in zip(model.layer_groups, geometry.groups, strict=True)
         for layer in group.layers
     )
+    return found(layers, family)
+
+
+@pytest.mark.parametrize("served", SERVED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_of_a_model_is_what_vllm_s_layers_cache(vllms, tmp_path, family, served):
+    if family == "qwen3-next" and vllm.__version__.startswith("0.31"):
+        pytest.skip("vLLM 0.31 makes every fourth layer one of attention, whatever the interval")
+    if family.startswith("falcon ") and "h1" not in family and served == "fp8":
+        pytest.skip("vLLM's Falcon keeps K and V in the model's type, whatever the cache's")
+    expected = vllms.of(family, served)
+    assert planned(FAMILIES[family], tmp_path, family, **SERVED[served]) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_of_a_model_is_what_vllm_s_layers_cache(specs_of_vllm, tmp_path, family):
-    if family == "qwen3-next" and vllm.__version__.startswith("0.31"):
-        pytest.skip("vLLM 0.31 makes every fourth layer one of attention, whatever the interval")
-    found = specs_of_vllm[family]
-    if family == "falcon h1":  # vLLM counts the states of its layers on from the last attention
-        found = sorted([layer % 6, *more] for layer, *more in found)
-    assert planned(FAMILIES[family], tmp_path) == found
+def test_a_model_that_transformers_saved_again_is_planned_alike(vllms, tmp_path, family):
+    saved = vllms.saved(family)
+    if saved is None:
+        pytest.skip("transformers has no class of this type")
+    assert isinstance(saved, dict), saved
+    assert planned(saved, tmp_path, family) == planned(FAMILIES[family], tmp_path, family)
+
+
+def test_the_defaults_are_those_of_transformers():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.model_defaults"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

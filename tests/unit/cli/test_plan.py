@@ -10,7 +10,8 @@ from kvconnector.cli import main
 from kvconnector.cli.model_config import read_model_config
 
 LLAMA_70B = {
-    "model_type": "llama-3.1-70b",
+    "_name_or_path": "llama-3.1-70b",
+    "model_type": "llama",
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
@@ -18,7 +19,8 @@ LLAMA_70B = {
     "torch_dtype": "bfloat16",
 }
 DEEPSEEK = {
-    "model_type": "deepseek-r1",
+    "_name_or_path": "deepseek-r1",
+    "model_type": "deepseek_v3",
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
@@ -41,22 +43,25 @@ def planned(capsys, *arguments):
 
 @pytest.mark.parametrize("config", [LLAMA_70B, DEEPSEEK], ids=["gqa", "mla"])
 def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_path, config):
-    known = MODELS[config["model_type"]]
+    known = MODELS[config["_name_or_path"]]
     assert read_model_config(written(tmp_path, config)) == known
-    nested = {"model_type": config["model_type"], "text_config": config}
+    nested = {"_name_or_path": config["_name_or_path"], "text_config": config}
     assert read_model_config(written(tmp_path, nested).parent) == known
 
 
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({}, "num_hidden_layers"),
+        ({}, "a model without a model_type is not known"),
+        ({**LLAMA_70B, "model_type": "llama9"}, "llama9 is not known"),
+        ({"model_type": "deepseek"}, "num_hidden_layers"),
         ([], "JSON object"),
-        ({**LLAMA_70B, "layer_types": ["linear_attention"] * 80}, "linear_key_head_dim"),
+        ({**LLAMA_70B, "layer_types": ["linear_attention"] * 80}, "unknown=['linear_attention']"),
         ({**LLAMA_70B, "layer_types": ["rwkv", "full_attention"] * 40}, "unknown=['rwkv']"),
         ({**LLAMA_70B, "layer_types": ["full_attention"] * 79}, "named=79, layers=80"),
         ({**LLAMA_70B, "mamba_d_state": 16}, "fields=['mamba_d_state']"),
         ({**DEEPSEEK, "index_topk": 2048}, "index_head_dim"),
+        ({**DEEPSEEK, "model_type": "llama"}, "kv_lora_rank"),
         ({**LLAMA_70B, "num_kv_shared_layers": 8}, "fields=['num_kv_shared_layers']"),
         ({**LLAMA_70B, "sliding_window": -1}, "sliding_window"),
         ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
@@ -207,7 +212,7 @@ def test_impossible_sizes_are_refused_before_planning(capsys, arguments, words):
 
 
 def test_a_model_s_name_with_brackets_is_shown_as_it_is(capsys, tmp_path):
-    path = written(tmp_path, {**LLAMA_70B, "model_type": "[/llama]"})
+    path = written(tmp_path, {**LLAMA_70B, "_name_or_path": "[/llama]"})
     assert main(["plan", "--model", str(path)]) == 0
     assert capsys.readouterr().out.startswith("[/llama]: 80 layers")
 
@@ -229,7 +234,7 @@ def test_a_model_of_the_hub_is_refused_with_what_to_give_instead(capsys):
 def test_the_default_chunk_holds_a_large_state(capsys, tmp_path):
     """A state of Qwen3.5-397B is 4 MiB in float32 at TP 1, more than a chunk of 2 MiB."""
     sizes = {"linear_num_value_heads": 64, "mamba_ssm_dtype": "float32"}
-    path = str(written(tmp_path, {**HYBRID, **sizes}))
+    path = str(written(tmp_path, {**HYBRID, "model_type": "qwen3_5_text", **sizes}))
     report = planned(capsys, "--model", path)
     assert report["chunk_bytes"] == 64 * 128 * 128 * 4
     assert report["chunk_bytes"] == max(row["largest_chunk_bytes"] for row in report["reads"])
