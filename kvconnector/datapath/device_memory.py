@@ -16,13 +16,15 @@ from kvconnector.errors import TransportError
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
-"""Seconds of each wait of a closing data path for a GPU. In all they are less than a closing worker waits."""
+"""How long a closing data path waits for a GPU each time, in seconds. All these waits together are shorter than a
+closing worker's own.
+"""
 POLL_S = 1e-3
 
 _kept: list[object] = []
 
 Fences: TypeAlias = npt.NDArray[np.int32]
-"""Flags that copies set, each on a cache line of its own."""
+"""Flags that copies set, each on a separate cache line."""
 FENCE_WORDS = 16
 """32-bit words from one fence to the next."""
 

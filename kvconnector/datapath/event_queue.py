@@ -18,7 +18,7 @@ class EventQueue(deque[object]):
         self += (ev.ReceiveStopped(read), ev.ReceiveDrained(read))
 
     def failed(self, read: RankRead, error: KVConnectorError) -> None:
-        """Report that a read ended by an error. It writes nothing more."""
+        """Report that a read ended with an error. It writes nothing more."""
         self += (ev.ReceiveFailed(read, error), ev.ReceiveDrained(read))
 
 

@@ -1,4 +1,4 @@
-"""The parts of which the copies of a read are made: windows of pools, lanes between two of them, and spans."""
+"""The parts that make up the copies of a read: windows of pools, lanes between two windows, and spans."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class Lane(msgspec.Struct, frozen=True, eq=False):
 
 
 class Span(NamedTuple):
-    """Copies of a lane that differ in their parts only. Of the read's `chunks`, the span's `i`-th has the segment's
-    parts from `rows[i]` to `rows[i + 1]`. A direct read has one chunk for each segment.
+    """Copies of a lane that differ only in their parts. The span's `i`-th chunk of the read's `chunks` has the
+    segment's parts from `rows[i]` to `rows[i + 1]`. A direct read has one chunk for each segment.
     """
 
     lane: Lane

@@ -57,7 +57,9 @@ class Pools:
 
     @property
     def largest_row_bytes(self) -> int:
-        """The most bytes that a part has of one token, or of one state: a chunk holds at least this number of bytes."""
+        """The largest number of bytes that a part has for one token or one state. A chunk must hold at least this
+        number.
+        """
         parts = (part for group in self.groups for part in group.geometry.parts)
         return max((part.token_bytes for part in parts), default=0)
 
@@ -116,7 +118,7 @@ def _order_of(table: PartTable) -> str:
     try:
         return str(table.order)
     except GeometryMismatchError:
-        return "HND"  # parts differ, as with transposed K: one of them is transposed anyway
+        return "HND"  # parts differ, as with transposed K: then one of them has to be transposed anyway
 
 
 def _checked(index: int, group: CacheGroup) -> CacheGroup:

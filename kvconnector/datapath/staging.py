@@ -39,8 +39,8 @@ def _scratch_bytes(slot_bytes: int) -> int:
 
 
 class SlotPool:
-    """Slots of `slot_bytes` each on `device`, and scratch memory for warm-up messages, whose bytes mean nothing. `rows`
-    are the slots as the compiled loop sees them. Not thread safe.
+    """Slots of `slot_bytes` each on `device`, and scratch memory for warm-up messages, whose content is meaningless.
+    `rows` are the slots as the compiled loop sees them. Not thread safe.
 
     Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if necessary,
     so that one lost peer does not starve the others.
@@ -104,7 +104,7 @@ class SlotPool:
         self.rows["address"][slot], self.rows["state"][slot] = memory[1], r.FREE
 
     def end_quarantines(self) -> None:
-        """Reuse memory whose quarantine is over, first for slots without memory."""
+        """Reuse memory whose quarantine is over, first of all for slots that have no memory."""
         quarantined, self._quarantined = self._quarantined, []
         for is_over, memory in quarantined:
             if is_over():
@@ -139,7 +139,7 @@ def _allocate(nbytes: int, device: str) -> tuple[object, int]:
             # PyTorch's expandable segments cannot be mapped by a peer: UCX would copy through host memory
             memory = CudaDriver().allocate(int(device.partition(":")[2] or 0), nbytes)
             return memory, memory.address
-        # resident from the start: no request pays for page faults, and the process does not grow under load
+        # resident from the start, so that no request pays for page faults and the process does not grow under load
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         array = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
     except (OSError, ValueError, OverflowError) as exc:

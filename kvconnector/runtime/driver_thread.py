@@ -81,19 +81,21 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
-"""Seconds of these for which `close` waits for consumers to unmap the pools, which takes them milliseconds."""
+"""The part of this time for which `close` waits for consumers to unmap the pools, which normally takes milliseconds."""
 
 RENEW_TIMEOUT_S = 2.0
-"""Seconds for which a waking engine waits for the driver. Its turns are shorter, unless it is greeting peers."""
+"""How long, in seconds, an engine that wakes up waits for the driver. The driver's turns are shorter, unless it is
+greeting peers.
+"""
 
 MAX_LOOK_S = 1.0
-"""The most seconds that one look for a stuck driver counts: if the engine's thread was away for longer, the process may
-have been stopped, or the driver's thread may have waited for its GIL.
+"""The most seconds that one check for a stuck driver may add: if the engine's thread was away for longer, the process
+may have been stopped, or the driver's thread may have been waiting for the GIL.
 """
 
 _held: dict[DriverThread, tuple[int, object]] = {}
 """The threads that are not closed, with their process and the owners of the caches' memory. If copies could not be
-ended, these are held for good.
+ended, the owners are kept alive forever.
 """
 
 
@@ -157,7 +159,7 @@ class DriverThread:
 
     def put(self, orders: Sequence[Order], *, inline_s: float = 0.0) -> None:
         """Take orders from the engine's thread, after `begin`. With `inline_s` above 0, also work on them here, for
-        `inline_s` seconds at most, unless that would take long. After a failure nobody takes orders: the outbox has
+        `inline_s` seconds at most, unless that would take long. After a failure orders are ignored: the outbox has
         ended their requests, or will.
         """
         assert self._driver is not None  # the worker begins with its first orders
@@ -180,7 +182,7 @@ class DriverThread:
             time.sleep(pacing.YIELD_S)
 
     def look_for_stuck(self, now_s: float) -> None:
-        """Break off the worker if no turn has begun for `stuck_after_s`. One thread calls it, every second or so."""
+        """End the worker if no turn has begun for `stuck_after_s`. One thread calls this, about every second."""
         driver = self._driver
         if driver is None or self._is_stopping:
             return
@@ -200,7 +202,7 @@ class DriverThread:
         self._outbox.break_off(self._failure, may_write=True)
 
     def _where_it_drives(self) -> tuple[str, str]:
-        """Return the line in which the thread that drives is, and its stack."""
+        """Return the line that the driving thread is executing, and its stack."""
         inline = self._datapath.lock.inline_thread
         threads = (t for t in threading.enumerate() if t.native_id == inline)
         thread = next(threads, self._thread) if inline else self._thread
@@ -223,7 +225,7 @@ class DriverThread:
         return True
 
     def await_withdrawal(self, request_ids: Sequence[str], timeout_s: float) -> None:
-        """Drive, for `timeout_s` at most, until consumers can read the blocks of these withdrawn prompts no more."""
+        """Drive, for `timeout_s` at most, until consumers can no longer read the blocks of these withdrawn prompts."""
         driver = self._driver
         assert driver is not None  # the driver got the orders
         producer, until_s = driver.producer, time.monotonic() + timeout_s
@@ -238,8 +240,8 @@ class DriverThread:
                 time.sleep(pacing.LOOK_AGAIN_S)
 
     def withdraw_pools(self, timeout_s: float) -> None:
-        """Let no consumer map the caches' memory any more if it may be replaced: only once they have unmapped it, it is
-        free when the engine gives it back. All transfers have ended.
+        """Make consumers unmap the caches' memory if it may be replaced, because memory that the engine releases is
+        free only once consumers have unmapped it. All transfers have ended before.
 
         Raises:
             MemoryInUseError: a consumer has not unmapped it within `timeout_s`.
@@ -269,7 +271,7 @@ class DriverThread:
                 time.sleep(pacing.LOOK_AGAIN_S)
 
     def renew_pools(self) -> None:
-        """Let consumers map the caches' memory again, if it has other memory than before."""
+        """Let consumers map the caches again, if their memory has changed."""
         if self._driver is None:
             self._datapath.renew()
             return
@@ -304,7 +306,9 @@ class DriverThread:
             raise self._in_use
 
     def abandon(self) -> None:
-        """Close without waiting: the worker was collected without `close`. The driver's thread does the rest."""
+        """Close without waiting, because the worker was garbage-collected without `close`. The driver's thread does the
+        rest.
+        """
         if not self._is_here():
             return
         self._stop()
@@ -335,7 +339,7 @@ class DriverThread:
             driver.turn(left_s, stop_after_report=True)
 
     def _run_inline(self, drive: Callable[[Driver], None]) -> bool:
-        """Let the caller drive in place of the driver's thread. Returns False if that drives itself."""
+        """Let the caller drive in place of the driver's thread. Returns False if that thread is driving."""
         driver, lock = self._driver, self._datapath.lock
         if driver is None or self._is_stopping:
             return False
@@ -400,12 +404,14 @@ class DriverThread:
             self._in_use.__cause__ = error
         finally:
             if self._failure is not None:
-                # a bug or a failing machine: the engine must live, so every request that it waits for ends now, unless
-                # copies could not be ended
+                # a bug or a failing machine: the engine must survive, so every request that it waits for ends now,
+                # unless copies could not be ended
                 self._outbox.break_off(self._failure, may_write=may_write)
 
     def _leave(self, driver: Driver) -> None:
-        """Say goodbye and wait until consumers have unmapped the caches, which CUDA forbids to free before."""
+        """Disconnect, and wait until consumers have unmapped the caches, because CUDA does not allow freeing them
+        before.
+        """
         driver.links.say_goodbye()
         until_s = time.monotonic() + UNMAP_TIMEOUT_S
         while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:

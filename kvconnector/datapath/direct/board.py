@@ -1,4 +1,4 @@
-"""The lease board: which blocks of a producer worker may be read right now, in memory that consumers map.
+"""The lease board, in memory that consumers map: it says which blocks of a producer worker may be read right now.
 
 *Layout.* A table of `num_buckets` buckets, a power of two, with 8 entries each. An entry is valid for a read if its key
 is the lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within
@@ -57,8 +57,8 @@ def is_valid(
     token_stop: int,
     layer_stop: int = ALL_LAYERS.stop,
 ) -> bool:
-    """Returns True if a lease's blocks hold its tokens up to `token_stop` in the layers below `layer_stop` right now,
-    as the board at this address says.
+    """Returns True if, according to the board at this address, a lease's blocks now hold its tokens up to `token_stop`
+    in the layers below `layer_stop`.
     """
     num_tokens, ahead = look_up_lease(address, num_buckets, key)
     if num_tokens < 0 or num_tokens >= token_stop:
@@ -111,7 +111,7 @@ class LeaseBoard:
         bucket = int.from_bytes(key[:4], "little") & (self.num_buckets - 1)
         first = bucket * ENTRIES_PER_BUCKET
         for index in range(first, first + ENTRIES_PER_BUCKET):
-            # an entry whose last `ready` is still to be written could be validated by it
+            # a `ready` that is still to be written for the entry's former lease could validate the new one
             if self._is_taken[index] or int(self._entries[index]["ready"]) != self._issued[index]:
                 continue
             self._is_taken[index] = True
@@ -119,7 +119,7 @@ class LeaseBoard:
             self._issued[index] = expected
             self._published[key] = index
             claim(self.address + index * ENTRY_BYTES, key, expected)
-            # in this order: a former lease's number may still be on its way
+            # in this order, because a former lease's number may still be written later
             self._write("num_tokens", index, num_tokens)
             self._write("ahead", index, ahead)
             self._write("ready", index, expected)

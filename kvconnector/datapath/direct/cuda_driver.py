@@ -56,9 +56,9 @@ _MAY_WAIT = frozenset(
         "cuMemSetAccess",
     }
 )
-"""Functions that may wait, for kernels that run or for another process. They are called a few times for each peer, and
-without the GIL: with it a GPU that hangs would stop every thread of the engine. Those that are called for each of
-thousands of segments keep it, since a busy engine gives it back after up to 5 ms.
+"""Functions that may wait for running kernels or for another process. They are called a few times for each peer, and
+without the GIL, because otherwise a GPU that hangs would stop every thread of the engine. Functions that are called for
+each of thousands of segments keep the GIL, because a busy engine returns it only after up to 5 ms.
 """
 _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
@@ -107,7 +107,7 @@ class _AccessDesc(ctypes.Structure):
 
 
 def load_libcuda(*functions: str) -> Any:
-    """Load libcuda with these functions, which are short and keep the GIL, but for those of `_MAY_WAIT`. Raises
+    """Load libcuda with these functions, which are short and keep the GIL, except for those in `_MAY_WAIT`. Raises
     TransportError: it lacks one.
     """
     try:
@@ -180,7 +180,9 @@ class CudaDriver:
         return Mapping(base.value, nbytes.value)
 
     def handle_kinds(self, device_index: int) -> list[str]:
-        """Return by what other processes may map a GPU's segments, if their allocator asks for it, in words."""
+        """Return in words which handles let other processes map a GPU's segments, if the segments' allocator asks for
+        them.
+        """
         device, found = ctypes.c_int(), ctypes.c_int()
         unknown = "the GPU's driver does not know a GPU"
         self.call(unknown, "cuDeviceGet", ctypes.byref(device), device_index, device=device_index)
@@ -192,7 +194,7 @@ class CudaDriver:
         return kinds
 
     def check_shareable(self, segments: Iterable[Mapping]) -> list[str]:
-        """Check that other processes may map these segments. Returns by what, in words.
+        """Check that other processes may map these segments. Returns in words by which handles.
 
         Raises:
             TransportError: one was created without a handle type that another process can take, or is mapped twice, as
@@ -204,7 +206,7 @@ class CudaDriver:
             address = each.address
             with self._retained(address) as handle:
                 kinds.add(_KINDS[self._handle_type(handle, address)])
-                # a handle is the same number for as long as its segment is mapped
+                # a segment's handle does not change for as long as the segment is mapped
                 other = known.setdefault(handle.value, address)
             if other != address:
                 raise TransportError(
@@ -243,8 +245,8 @@ class CudaDriver:
         self.call(what, "cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def map_segment(self, address: int, nbytes: int, shared: int | bytes) -> None:
-        """Map another process's segment to reserved addresses. It stays until it is unmapped here, whatever its owner
-        does.
+        """Map another process's segment to reserved addresses. It stays mapped until it is unmapped here, no matter
+        what its owner does.
 
         Args:
             address: Where to map it.
@@ -283,7 +285,7 @@ class CudaDriver:
 
     @contextmanager
     def _retained(self, address: int) -> Iterator[ctypes.c_uint64]:
-        """Yield the handle of the segment at an address, which stays for that long."""
+        """Yield the handle of the segment at an address, which is retained within the block."""
         handle, what = ctypes.c_uint64(), "memory of the caches cannot be shared"
         place = ctypes.byref(handle), ctypes.c_void_p(address)
         self.call(what, "cuMemRetainAllocationHandle", *place, address=hex(address))
@@ -322,7 +324,9 @@ class CudaDriver:
         return memory
 
     def enter(self, device_index: int) -> None:
-        """Make a GPU's context the calling thread's. Raises TransportError: there is no such GPU, or it has failed."""
+        """Make a GPU's context current in the calling thread. Raises TransportError: there is no such GPU, or it has
+        failed.
+        """
         context = self._context_of(device_index)
         self.call(_UNUSABLE, "cuCtxSetCurrent", context, device=device_index)
 

@@ -18,8 +18,9 @@ from kvconnector.errors import TransportError
 from kvconnector.wire.export import SegmentRun
 
 MAX_MAPPED_SEGMENTS = 20_000
-"""Most segments that consumers map. A greeting maps them all, 0.24 ms each, and the driver does nothing else meanwhile:
-more would be given up after `peer_memory.MAP_LIMIT_S`, by every consumer again."""
+"""The most segments that a consumer maps. A greeting maps all of them, at 0.24 ms each, and the driver does nothing
+else in that time. With more, every consumer would give up after `peer_memory.MAP_LIMIT_S`.
+"""
 
 
 def check_num_segments(num_segments: int) -> None:

@@ -29,15 +29,16 @@ _OR_ELSEWHERE = (
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
 MAP_LIMIT_S = 5.0
-"""The most seconds that the segments of one producer may take to be mapped: the driver does nothing else meanwhile, and
-its other peers give it up after `peer.timeout_s` without a message. 500 segments took 0.12 s."""
+"""The longest time, in seconds, that mapping the segments of one producer may take: the driver does nothing else in
+that time, and its other peers give it up after `peer.timeout_s` without a message. 500 segments took 0.12 s.
+"""
 
 MappedRange: TypeAlias = tuple[int, int, int]
 """Memory of the producer: its address there, its bytes, and the address here minus the one there."""
 
 
 def map_file(export: PoolExport, shared_folder: str, opened: ExitStack) -> tuple[int, int]:
-    """Map the file that an export names, to be read and not written.
+    """Map the file that an export names, read-only.
 
     Args:
         export: A producer's export, checked.
@@ -103,7 +104,8 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
         return []
     is_own = export.pid == os.getpid()
     if is_own and not is_of_this_process(export.nonce):
-        # the driver compares process ids, each of its own namespace, and would use the addresses as they are
+        # the driver compares process ids, each from its own namespace; if they are equal, it would use the addresses
+        # unchanged
         raise TransportError(
             "the producer's process id in its container is this one's here, by which CUDA takes its memory for this"
             " process's own: give both containers one pid namespace (hostPID), or let one engine start from a"
@@ -132,8 +134,8 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
 def map_segments(
     export: PoolExport, device: str, shared_folder: str, opened: ExitStack
 ) -> tuple[list[MappedRange], str]:
-    """Map the segments of an export for kernels on `device`, until `opened` is closed. They stay for that long,
-    whatever their owner does: what it gives back is free only once it is unmapped here, too.
+    """Map the segments of an export for kernels on `device`, until `opened` is closed. They stay mapped for that long,
+    no matter what their owner does: memory that it releases is free only once it is unmapped here too.
 
     Args:
         export: A producer's export of CUDA pools, checked.
@@ -230,7 +232,7 @@ def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
     names = [f"fd/{export.fd}", "statm"][: 2 if export.device == "cuda" else 1]
     if shared_folder:
         return fetch_descriptors(shared_folder, export.nonce, len(names))
-    # whatever file the peer has there, opening it must not wait
+    # opening must not wait, no matter what kind of file the peer has put there
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     with ExitStack() as undone:
         fds = []

@@ -1,4 +1,4 @@
-"""A producer worker's pools, as its consumer reads them."""
+"""A producer worker's pools, mapped for its consumer."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RemotePools:
         self.lanes: dict[Route, tuple[Lane, ...]] = {}
         """The lanes of reads from these pools, by route. `Copies` makes them."""
         self.num_reads = 0
-        """Number of direct reads of these pools that are not over. None begins once there is a `then`."""
+        """Number of direct reads of these pools that are not over. Once `then` is set, no further read begins."""
         self.then: Callable[[], None] | None = None
         """Called after the pools are closed."""
         self.means = ""
-        """How they are reached, for the log, if it is not as the device's pools usually are."""
+        """How the pools are reached, for the log, if not in the device's usual way."""
         self._num_buckets, self._pid = export.num_buckets, export.pid
         self._opened = ExitStack()
         try:
@@ -78,10 +78,13 @@ class RemotePools:
         """
         if self._statm >= 0:
             check_alive(self._statm, self._pid)
-        assert self._board  # the board is mapped: another address would end this process
+        assert (
+            self._board
+        )  # the board lies within the mapping; any other address would crash this process
         if not is_valid(self._board, self._num_buckets, key, token_stop, layer_stop):
             return False
-        # after the lease: one on memory that replaced what is mapped here is published after the epoch has changed
+        # the epoch is read after the lease: a lease on memory that has replaced what is mapped here is published only
+        # after the epoch has changed
         return self._epoch_word.value == self._epoch
 
     def close(self) -> None:

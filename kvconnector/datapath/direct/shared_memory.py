@@ -42,8 +42,9 @@ _HEAP = "[heap]"
 _HEAP_BYTES = 64 << 20
 """glibc's heaps of threads begin at multiples of this number and are no larger."""
 _HEAP_INFO = struct.Struct("@4N")
-"""What such a heap begins with: the addresses of its arena and of the arena's heap before it, its bytes in use, and
-the most that it had."""
+"""The first fields of such a heap: the addresses of its arena and of the arena's previous heap, its bytes in use, and
+the most bytes that it has had.
+"""
 _PIECE_BYTES = 64 << 20
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -68,7 +69,7 @@ class SharedMemory:
         self._nbytes = nbytes + -nbytes % PAGE_BYTES
         self._places: list[SharedRange] = []
         self._were_private: list[SharedRange] = []
-        """What of `_places` was copied for child processes."""
+        """The parts of `_places` that were copied for child processes."""
         self._server: DescriptorServer | None = None
         try:
             self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -82,8 +83,8 @@ class SharedMemory:
         _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
-        """Move memory of this process into the file, in place. Nothing may write it meanwhile. Until `close` child
-        processes share it and do not get copies. It must not be freed before.
+        """Move memory of this process into the file, in place. Nothing may write to it during the call. Until `close`
+        child processes share it and do not get copies, and it must not be freed.
 
         Args:
             ranges: Addresses `(start, stop)`.
@@ -125,7 +126,7 @@ class SharedMemory:
         return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
     def is_intact(self) -> bool:
-        """Returns True if what `share` moved here is still what this process has at these addresses."""
+        """Returns True if this process still has at these addresses what `share` moved there."""
         mappings = self._own_mappings()
         return all(
             any(
@@ -151,9 +152,7 @@ class SharedMemory:
         return -1 if self._server is None else self._server.socket_fd
 
     def withdraw(self) -> None:
-        """Let nobody read the pools' CUDA memory as theirs any more, before it is taken away. The leases on it must
-        have ended.
-        """
+        """Invalidate all mappings of the pools' CUDA memory before it goes away. The leases on it must have ended."""
         self._epoch[0] += 1  # one store of a word: readers look at it after the lease
         if self._server is not None:
             self._server.segments = None
@@ -183,8 +182,8 @@ class SharedMemory:
         self._server.segments = None if segments is None else (self.epoch, segments)
 
     def close(self) -> None:
-        """Let no further process open the file, and make the memory that `share` moved this process's own again. The
-        mappings of other processes stay, with what it held at that time. Idempotent.
+        """Stop other processes from opening the file, and make the memory that `share` moved private to this process
+        again. Existing mappings of other processes keep the content that it had at that time. Idempotent.
         """
         server, self._server = self._server, None
         if server is not None:
@@ -201,10 +200,10 @@ class SharedMemory:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         functions, mappings = _functions(), self._own_mappings()
         for place in self._were_private:
-            # what the engine has replaced meanwhile is not ours
+            # memory that the engine has replaced in the meantime is not ours
             for start, nbytes, offset in _common(place, _at(place, mappings)):
                 flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-                # made elsewhere first: a mapping that the kernel refuses would leave a gap
+                # the mapping is made elsewhere first, because a mapping that the kernel refuses would leave a gap
                 made = functions.mmap(None, nbytes, protection, flags, self.fd, offset)
                 if made != _MAP_FAILED:
                     made = functions.mremap(made, nbytes, nbytes, _MREMAP_TO, start)
@@ -216,7 +215,9 @@ class SharedMemory:
         self._were_private = []
 
     def _move(self, place: SharedRange) -> None:
-        """Move piece by piece: no more than one is in memory twice, and each is whole if the next one fails."""
+        """Move memory piece by piece, so that only one piece is in memory twice at a time, and each piece is complete
+        if the next one fails.
+        """
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         for done in range(0, place.nbytes, _PIECE_BYTES):
             address, offset = place.address + done, place.offset + done
@@ -278,7 +279,7 @@ def _at(place: SharedRange, mappings: Iterable[_Mapping]) -> list[_Mapping]:
 
 
 def _common(place: SharedRange, mappings: Iterable[_Mapping]) -> Iterator[tuple[int, int, int]]:
-    """Yield what a place and mappings have in common: the address, the bytes, and where in the file of the place."""
+    """Yield the intersections of a place with mappings: address, number of bytes, and offset in the file."""
     for each in mappings:
         start = max(each.start, place.address)
         nbytes = min(each.stop, place.address + place.nbytes) - start
@@ -289,8 +290,8 @@ def _common(place: SharedRange, mappings: Iterable[_Mapping]) -> Iterator[tuple[
 def _whole_pages(
     ranges: Iterable[tuple[int, int]], mappings: Sequence[_Mapping]
 ) -> list[tuple[int, int]]:
-    """Return the pages of these ranges, joined where they follow each other. Raises TransportError: their first or last
-    page may hold something else, they are a heap's, or another program has them.
+    """Return the pages of these ranges, joining adjacent ones. Raises TransportError: their first or last page may hold
+    something else, they are a heap's, or another program has them.
     """
     shared = [each for each in mappings if each.is_shared]
     starts, stops = {each.start for each in shared}, {each.stop for each in shared}
