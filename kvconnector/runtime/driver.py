@@ -1,4 +1,4 @@
-"""The driver: the one loop of a worker. It owns the links, the data path and the sessions, and nothing else does.
+"""The driver: a worker's only loop. It is the only owner of the links, the data path and the sessions.
 
 Theory of operation
 -------------------
@@ -79,8 +79,8 @@ PostedStep: TypeAlias = tuple[Sequence[Order], list[Blocks], "torch.cuda.Event |
 """A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
 MAX_ROUNDS = 64
-"""A data path with many small chunks always has something to report: the control channel and the engine's orders must
-not wait for it.
+"""A data path with many small chunks always has something to report, so the control channel and the engine's orders
+must not wait for it to fall silent.
 """
 MAX_QUEUED_EVENTS = 128
 """With this many events queued, a turn takes no more messages from peers. A turn's time is enough for about as many."""
@@ -241,8 +241,9 @@ class Driver:
         return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 
     def _look(self, *, inline: bool = False) -> None:
-        """Take the work that is there, and handle it. What others wait for comes first: reads that have ended, then
-        what came over the transport, which mostly asks for a read. Looking at all else takes as long as beginning one.
+        """Take the work that is there, and handle it. Work that others wait for comes first: reads that have ended,
+        then messages over the transport, most of which ask for a read. Looking at everything else takes as long as
+        beginning a read.
         """
         events = self._events
         self.datapath.step(may_check=bool(events))
@@ -390,7 +391,7 @@ class Driver:
         peer = "this engine" if link is None else self.links.peer_of(link)
         self.links.refusals.note(f"{peer}'s {kind_of(event).__name__}", type(error).__name__, error)
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
-            # the engine waits for it, and no session will answer
+            # the engine waits for the request's end, and no session will report it
             self._outbox.load_ended(event.request_id, error)
         elif isinstance(event, HoldRequest) and not (
             self.producer is not None and self.producer.holds(event.request_id)

@@ -85,10 +85,8 @@ class SessionLinks(LinkPort):
         self._links.send(link, message)
 
     def _answer(self, link: Link, reply: m.HelloReply) -> None:
-        """Answer a consumer, without the export if it takes no message as long as that. Then its reads are packed.
-
-        Raises:
-            IncompatiblePeerError: it takes none as long as the rest, either.
+        """Answer a consumer. If the answer is too long for it, leave the export out; its reads are then packed. Raises:
+        IncompatiblePeerError: even without the export the answer is too long.
         """
         try:
             self._links.send(link, reply)
@@ -306,7 +304,7 @@ def _too_long(what: str, error: MessageTooLargeError) -> str:
 def session_ports(
     links: Links, datapath: DataPath, outbox: Outbox, *, hello: m.Hello, slow_load_s: float
 ) -> Ports:
-    """Return the sessions' ways out. Immediate consequences go to the data path's events."""
+    """Return the sessions' ports. Immediate consequences are added to the data path's events."""
     return Ports(
         SessionLinks(links, datapath, outbox, hello),
         SessionDataPath(datapath),

@@ -1,4 +1,4 @@
-"""The links of one worker: the two channels of their messages, and the one way in which links end.
+"""The links of one worker: the two channels of their messages, and the single place where links end.
 
 Two workers greet each other on the control channel, which authenticates them, and each names an inbox. From then on
 their messages travel as sealed control messages of the transport, see `control.sealed`: a message wakes only the
@@ -54,7 +54,9 @@ from kvconnector.wire import messages as m
 logger = logging.getLogger(__name__)
 
 Arrival: TypeAlias = bytes | ControlMessage | ControlFailed | Disconnected
-"""What waits on a link: a message of the control channel or of the transport, or an end, after all messages."""
+"""Something that waits on a link: a message of the control channel or of the transport, or the link's end, which comes
+after all messages.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,17 +97,19 @@ MAX_CLOSED_INBOXES = 4096
 MAX_BATCH_BYTES = 32 << 10
 """Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
 MESSAGE_BYTES = 512
-"""Bytes that a waiting message counts besides its own."""
+"""Bytes that are added to the size of each waiting message."""
 TURN_BYTES = 64 << 10
 """Bytes of a link's messages for each of its turns. No message that peers send often is longer."""
 MAX_WAITING_BYTES = 64 << 20
-"""Most bytes of one link's messages that wait for their turns, or four messages of the greatest length if those are
-more. That is as much as may be under way to a peer over UCX, and 100,000 short messages."""
+"""The most bytes of one link's messages that wait for their turns, or four messages of the greatest length if that is
+more. That is as much as may be under way to a peer over UCX, or 100,000 short messages.
+"""
 MAX_ALL_WAITING_FACTOR = 4
-"""What waits on all links together is at most so many times what may wait on one of them."""
+"""All links together may have at most this many times as many waiting bytes as one of them."""
 MAX_LOOKS_BEFORE_LOSS = 16
-"""How often the last messages of a lost peer are looked for over UCX, `MAX_CONTROL_PER_CALL` each time, while there
-is no end of messages. Everyone who reaches its port may send some, and all that the control channel has waits."""
+"""How often the worker looks for a lost peer's last messages over UCX, `MAX_CONTROL_PER_CALL` each time, if messages
+keep coming. Anybody who reaches UCX's port may send some, and everything on the control channel waits meanwhile.
+"""
 _REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
 """Messages that may refuse something, which is logged."""
 
@@ -178,8 +182,8 @@ class Links:
             connection.consumer = consumer
 
     def note_mapping(self, link: Link, *, may_map: bool) -> None:
-        """Record what the peer at a link says: it may have mapped this worker's CUDA memory, or has not. Only one that
-        was told how can have: whoever reaches the control port may say so.
+        """Record whether, according to the peer at a link, it may have mapped this worker's CUDA memory. This is
+        believed only of peers that were told how, because anybody who reaches the control port may claim it.
         """
         connection = self._connections.get(link)
         if connection is not None:
@@ -346,8 +350,8 @@ class Links:
         """Send a message with the others of the driver's turn. No effect on a lost link.
 
         Raises:
-            MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link stays: whose message
-                it is fails.
+            MessageTooLargeError: it is longer than the peer takes. Nothing is sent, and the link stays: only the
+                request whose message it is fails.
         """
         connection = self._connections.get(link)
         if connection is None or connection.is_lost:
@@ -419,7 +423,9 @@ class Links:
         yield from self._turns()
 
     def put_back(self, link: Link, messages: Sequence[bytes]) -> None:
-        """Let all messages of a batch but the first wait for turns of their own, before what came after them."""
+        """Let all messages of a batch except the first wait for separate turns, before anything that arrived after
+        them.
+        """
         connection = self._connections.get(link)
         if connection is None or not messages:
             return
@@ -458,7 +464,7 @@ class Links:
         return arrival if isinstance(arrival, bytes) else None
 
     def _keep(self, link: Link, arrival: Arrival) -> None:
-        """Let something wait on its link. Too much of it ends the link."""
+        """Let something wait on its link. If too much waits, the link ends."""
         connection = self._connections[link]
         if connection.is_lost and not isinstance(arrival, Disconnected):
             return
@@ -485,7 +491,7 @@ class Links:
             self._flooders.add(connection.handle)
 
     def _count(self, link: Link, connection: Connection, nbytes: int) -> None:
-        """Count bytes that wait on a link, or count them no more if `nbytes` is negative."""
+        """Add to the count of bytes that wait on a link, or subtract if `nbytes` is negative."""
         connection.waiting_bytes += nbytes
         self._shares.add(link.origin, link, nbytes)
 

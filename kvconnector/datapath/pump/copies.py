@@ -1,6 +1,6 @@
 """The device-independent part of the compiled loop's copies.
 
-A chunk is a copy between our pools and a slot; a direct read is a copy from a peer's pools to ours. A *lane* is what
+A chunk is a copy between our pools and a slot; a direct read is a copy from a peer's pools to ours. A *lane* has what
 all copies of a route's segment have in common; it is made and checked for the first read. Each read adds the tokens and
 parts that it copies: a *span* is the copies of a lane that differ in their parts only. `CpuCopies` and `CudaCopies`
 turn spans into jobs, which compiled functions carry out.
@@ -66,8 +66,8 @@ def address_of(words: Words) -> int:
 
 
 SHARE_OF_MULTIPROCESSORS = 2
-"""Copies on half of the multiprocessors reach 98 % of NVLink's speed, and decode kernels beside them make three times
-as many steps as beside copies on all. With fewer, transfers are slower and kernels hardly faster.
+"""Copies on half of the multiprocessors reach 98 % of NVLink's speed, and decode kernels then make three times as many
+steps as with copies on all of them. With fewer multiprocessors, transfers are slower and kernels hardly faster.
 """
 
 
@@ -82,9 +82,9 @@ def program_cap(max_programs: int, device: str) -> int:
 
 
 class Copies:
-    """The copies of one worker on its device: between its pools and slots, and from the pools of peers on its host.
-    The methods here are right for host memory, where copies and an engine's kernels have finished when they return, and
-    jobs own all they need.
+    """The copies of one worker on its device: between its pools and slots, and from the pools of peers on its host. The
+    methods of this class are for host memory, where copies and an engine's kernels have finished when the calls return,
+    and jobs own everything that they need.
     """
 
     function: int
@@ -99,7 +99,7 @@ class Copies:
     """The record of a chunk in `Jobs`, which begins with its `nbytes`."""
     on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
-    """The way in which this worker reaches a peer's pools, as words for the log."""
+    """How this worker reaches a peer's pools, in words for the log."""
     open_writer: Callable[[int, int], StreamWriter] | None = None
     """Makes the writer of a lease board, see `LeaseBoard`."""
     digests: Digests | None = None
@@ -112,8 +112,8 @@ class Copies:
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
     def order_after(self, event: torch.cuda.Event, requests: RequestBlocks) -> None:
-        """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded. Others
-        may wait as well.
+        """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded. Other
+        copies may wait for it too.
         """
 
     def make_fences(self, count: int) -> Fences:
@@ -133,8 +133,8 @@ class Copies:
 
     @abstractmethod
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        """Make the copies of a read from a peer's pools. The windows there come from the peer, and the blocks there
-        through a router, so both are checked here.
+        """Make the copies of a read from a peer's pools. The peer states its windows, and its block ids came through a
+        router, so both are checked here.
 
         Raises:
             RelayoutError: the read leaves the pools, or cannot be copied.
@@ -157,10 +157,10 @@ class Copies:
         return Jobs(address_of(words), None, words)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """Compile the kernels that the first packed reads would wait for."""
+        """Compile the kernels that the first packed reads would otherwise wait for."""
 
     def warm_up_reads(self) -> None:
-        """Compile the kernels that direct reads of pools like ours would wait for."""
+        """Compile the kernels that direct reads of pools like ours would otherwise wait for."""
 
     def prepare(self, remote: RemotePools, routes: Sequence[Route] = ()) -> None:
         """Compile what the first read of these pools, on these routes, would wait for. Raises TransportError: they

@@ -42,16 +42,18 @@ _ROWS, _IDS, _START, _SKIP = (
     word_of(SideRecord, name) for name in ("parts", "block_ids", "token_start", "skip_tokens")
 )
 PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
-"""Bytes of a read's pieces. Pieces that threads share are short, so that no thread copies long after the others."""
+"""Size of a read's pieces, in bytes. The pieces are short, so that no thread keeps copying long after the others."""
 MIN_SHARED_BYTES = 4 << 20
-"""A shorter read is one piece: the thread that begins it ends it, before another that it wakes could help much."""
+"""A shorter read is one piece: the thread that begins it finishes it before another thread that it woke could help
+much.
+"""
 _READ_WORDS, _JOB_WORDS = num_words(CopyRead), num_words(CopyJob)
 
 
 class CpuCopies(Copies):
-    """See `Copies`. Reads of at least `min_streamed_bytes` are written past the caches, which would not keep them;
-    packed chunks are sent next, from the cache. Up to `num_threads` threads copy direct reads of at least
-    `min_shared_bytes`, as far as cores are idle.
+    """See `Copies`. Reads of at least `min_streamed_bytes` bypass the CPU's caches, which could not hold them. Packed
+    chunks are written to the cache, because they are sent next. Up to `num_threads` threads copy direct reads of at
+    least `min_shared_bytes`, as far as cores are idle.
     """
 
     job = CopyJob

@@ -60,8 +60,9 @@ _free_streams: dict[int, list[Any]] = {}
 _MAX_WINDOW_BLOCKS = 2
 """Blocks that the longest of `windows_of` needs."""
 MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
-"""All multiprocessors copy a chunk of at most this size in 20 microseconds: so they do with a read's first and last
-chunks, since nothing else of the read moves meanwhile."""
+"""All multiprocessors together copy a chunk of at most this size in 20 microseconds. They do so with a read's first and
+last chunks, because nothing else of the read moves at that time.
+"""
 MAX_UNCAPPED_READ_BYTES = 64 << 20
 """A direct read's segment of at most this size takes 0.2 ms, too short to slow down a model beside it."""
 _USUAL_BLOCK_TOKENS = 16

@@ -15,7 +15,9 @@ from kvconnector_kernels.pump.records import Crew
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_THREADS = 4
-"""On 16 idle cores 256 MiB take 29 ms by one thread, 10 by four and 7.5 by eight: more take cores from the model."""
+"""On 16 idle cores 256 MiB take 29 ms with one thread, 10 with four and 7.5 with eight; more threads take cores from
+the model.
+"""
 _LOAD = "/proc/loadavg"
 
 
@@ -50,7 +52,7 @@ class CopyThreads:
             self._threads.append(thread)
 
     def num_idle(self) -> int:
-        """Return the number of threads that may help now: no more than there are idle cores."""
+        """Return the number of threads that may help now, which is at most the number of idle cores."""
         running = os.pread(self._load, 64, 0).split()[3].partition(b"/")[0]
         return max(0, min(len(self._threads), (os.cpu_count() or 1) - int(running)))
 

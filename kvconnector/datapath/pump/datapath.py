@@ -96,8 +96,8 @@ class DataPath:
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
     def prepare_chunks(self, route: Route, *, packing: bool) -> None:
-        """Compile what the first packed read on a route would wait for, if its elements are converted here. If that
-        cannot be done, the read reports it.
+        """If elements of a route are converted here, compile what its first packed read would otherwise wait for. If
+        that fails, the read reports it.
         """
         try:
             self.copies.prepare_chunks(route, packing=packing)
@@ -106,12 +106,12 @@ class DataPath:
 
     @property
     def maps_segments(self) -> bool:
-        """Returns True if memory of the pools may be given to others segment by segment, and so may be replaced."""
+        """Returns True if the pools' memory may be shared segment by segment, and so may be replaced."""
         return self._export_again is not None
 
     def withdraw(self) -> bool:
-        """Give the pools' memory to nobody any more, before it is taken away. All leases have ended. Returns False if
-        it is not given to others segment by segment, or is withdrawn.
+        """Stop sharing the pools' memory, before it is taken away. All leases have ended. Returns False if it is not
+        shared segment by segment, or was already withdrawn.
         """
         if self.board is None or self.export is None or not self.export.segments:
             return False
@@ -120,7 +120,9 @@ class DataPath:
         return True
 
     def renew(self) -> bool:
-        """Describe the pools anew, since their memory was replaced, or has grown. Returns False if nothing changes."""
+        """Describe the pools again, because their memory was replaced or has grown. Returns False if nothing has
+        changed.
+        """
         before, reason, board = self.export, self.why_packed, self.board
         if self._export_again is not None:
             try:
@@ -176,7 +178,9 @@ class DataPath:
             self.copies.check_device()
 
     def poll_once(self) -> bool:
-        """Begin copies and notice ends, which takes microseconds. Returns True if `step` may have something to add."""
+        """Begin copies and look for those that have ended, which takes microseconds. Returns True if `step` may have
+        something to add.
+        """
         if self.copies.on_gpu and self.lock.is_looping:
             return False
         self._prepared(0.0)
@@ -184,7 +188,7 @@ class DataPath:
         return bool(look(self.state.address) != r.TIMEOUT)
 
     def release(self, timeout_s: float) -> None:
-        """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
+        """End inline progress. The driver's thread continues in its `pump`, for `timeout_s` at most."""
         self.lock.release(self._prepared(timeout_s))
 
     def close(self) -> None:
@@ -233,12 +237,14 @@ class DataPath:
         )
 
     def _is_greeting(self) -> bool:
-        """Returns True while a peer is greeted. For the owner only; any thread may read its last result."""
+        """Returns True while a peer is being greeted. Only the owner may call this; any thread may read its last
+        result.
+        """
         self.lock.is_greeting = bool(self.warm_ups)
         return self.lock.is_greeting
 
     def _check_peers(self, now_s: float) -> None:
-        """Collect the ends of warm-up messages, and look for lost peers."""
+        """Collect warm-up messages that have ended, and look for lost peers."""
         self._next_check_s = now_s + pacing.CHECK_PEERS_S
         for completion in self.transport.progress(others_move=self.uses_network):
             end = self.warm_ups.pop(completion.ticket, None)

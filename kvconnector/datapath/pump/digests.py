@@ -11,7 +11,8 @@ from kvconnector_kernels.library import address_of_function
 from kvconnector_kernels.pump.records import State
 
 ROOM_BYTES = 64
-"""Bytes of a slot after its chunk: enough for a digest, and the next slot is aligned as without it."""
+"""Bytes that are added to a slot after its chunk: enough for a digest, and such that the next slot keeps its alignment.
+"""
 
 
 class Digests:

@@ -27,11 +27,13 @@ from kvconnector_kernels.relayout import RelayoutError
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_LEASE_S = 20e-3
-"""Seconds that a direct read waits for its lease to be published, or for the producer's kernels to fill its blocks.
-After that the producer is asked to send it, and waits itself.
+"""How long, in seconds, a direct read waits for its lease to be published, or for the producer's kernels to fill its
+blocks. After that the producer is asked to send the blocks, and waits for the lease itself.
 """
 MAX_READS = 16
-"""Most direct reads under way at a time: copies share one thread or stream, so more would slow each other down."""
+"""The most direct reads under way at a time: copies share one thread or stream, so more reads would slow each other
+down.
+"""
 
 
 class DirectRead(Program, eq=False, kw_only=True):
@@ -47,8 +49,8 @@ class DirectRead(Program, eq=False, kw_only=True):
 
 
 class DirectReads(Programs[DirectRead]):
-    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and if the log
-    warns when they cannot be read. What cannot be read directly is left to `receives`.
+    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and whether the
+    log warns if they cannot be read. Reads that cannot be direct are left to `receives`.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class DirectReads(Programs[DirectRead]):
         self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: Link, export: PoolExport, routes: Sequence[Route] = ()) -> str:
-        """Open a producer worker's pools for direct reads at `link`, on `routes`. Returns the way in which they are
-        reached, as words for the log.
+        """Open a producer worker's pools for direct reads at `link`, on `routes`. Returns how they are reached, in
+        words for the log.
 
         Raises:
             TransportError, PeerLostError: they cannot be reached.
@@ -207,7 +209,7 @@ class DirectReads(Programs[DirectRead]):
             if row["error_kind"] != r.NO_ERROR:
                 what = "the GPU does not take a read of the producer's pools"
                 raise TransportError(what, status=row["error_value"])
-            # without the token: the first look checked it, and a watermark may be in the middle of a write
+            # without the tokens: the first look checked them, and a watermark may be in the middle of a write
             if row["all_begun"] and not direct.remote.is_published(direct.lease_key, 0, 0):
                 raise LeaseExpiredError("the lease ended while its blocks were read")
         except KVConnectorError as raised:

@@ -1,4 +1,6 @@
-"""Memory for the block ids of reads on a GPU, pinned and on the device, which is lent to one read after another."""
+"""Memory for the block ids of reads on a GPU, both pinned host memory and device memory, lent to one read after
+another.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class IdBuffer:
     free: list[IdBuffer]
 
     def give_back(self) -> None:
-        """End the loan: no kernel that reads the buffer is under way or will be."""
+        """Return the buffer. No kernel that reads it is under way, and none will be launched."""
         self.free.append(self)
 
 

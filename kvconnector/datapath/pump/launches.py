@@ -1,4 +1,4 @@
-"""Launches on a GPU as jobs of the loop: prepared once for all similar copies, and filled in for each."""
+"""Kernel launches as jobs of the loop: each is prepared once for all similar copies, and filled in for each copy."""
 
 from __future__ import annotations
 
@@ -169,8 +169,9 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:
-    """Return first tokens and numbers of tokens that together need all kernels: whole tiles and others, aligned and
-    not. Chunks in the order HDN may need more, since their rows are only aligned as their number of tokens is.
+    """Return pairs of a first token and a number of tokens that together need all kernels: for whole and partial tiles,
+    aligned and not. Chunks in the order HDN may need more, since their rows are only aligned as their number of tokens
+    is.
     """
     return [(0, block_size), (1, block_size), (0, 1)]
 

@@ -1,4 +1,4 @@
-"""The compiled loop of one data path, with what sends, receives and direct reads share of it."""
+"""The compiled loop of one data path, and the parts of it that sends, receives and direct reads share."""
 
 from __future__ import annotations
 
@@ -40,5 +40,7 @@ class Loop:
                 self.lock.notify()  # the next run would not find it again
 
     def stay_awake(self) -> None:
-        """Keep the loop spinning for a while: more is likely to come, and waking a thread costs more than the work."""
+        """Keep the loop spinning for a while, because more work is likely to come and waking a thread costs more than
+        the work.
+        """
         self.state.record.moved_ns = self.state.now_ns()

@@ -70,12 +70,12 @@ class Marks:
 
 def _holds(held: Sequence[GroupBlocks], blocks: Sequence[GroupBlocks]) -> bool:
     """Returns True if a request holds all of these blocks."""
-    # a load has the very blocks of its order, and comparing them takes longer than a launch
+    # a load has the same list of blocks as its order, and comparing their ids takes longer than a launch
     return held is blocks or all(
         _are_in(some.block_ids, whole.block_ids) for some, whole in zip(blocks, held, strict=True)
     )
 
 
 def _are_in(some: npt.NDArray[np.int32], whole: npt.NDArray[np.int32]) -> bool:
-    # for another request's blocks the first is enough, in a fiftieth of the time
+    # for another request's blocks it is enough to look at the first one, which takes a fiftieth of the time
     return not len(some) or (bool((whole == some[0]).any()) and bool(np.isin(some, whole).all()))

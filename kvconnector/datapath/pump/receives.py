@@ -37,7 +37,7 @@ def new_tags() -> int:
     """Return the first of `MAX_CHUNKS` tags for one read or for warm-up messages, which no stranger can guess.
 
     Anyone who reaches the transport's port can send to it, but the tags of receives travel in authenticated messages
-    only. It is as unlikely that a block of tags is drawn twice.
+    only. That a block of tags is drawn twice is equally unlikely.
     """
     return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
 
@@ -119,7 +119,8 @@ class Receives(Programs[Receive]):
     def expect_warm_up(
         self, link: Link, nbytes: int = WARM_UP_BYTES, count: int = 1
     ) -> tuple[int, int]:
-        """Post receives for `count` warm-up messages of a link, whose bytes mean nothing. `WarmedUp` follows the last.
+        """Post receives for `count` warm-up messages of a link, whose content is meaningless. `WarmedUp` follows the
+        last.
 
         Returns:
             The tag of the first message, one less than that of the next; and the bytes of each, at most `nbytes`.
@@ -136,7 +137,7 @@ class Receives(Programs[Receive]):
         tickets = self._warm_ups.get(link, set())
         if ticket not in tickets:
             return  # it was forgotten
-        # a producer with smaller slots sends a shorter message, which warms the lanes as well
+        # a producer with smaller slots sends a shorter message, which warms up the lanes just as well
         error = None if isinstance(error, MessageSizeError) else error
         tickets.remove(ticket)
         if error is not None or not tickets:
@@ -228,7 +229,7 @@ class Receives(Programs[Receive]):
             )
 
     def _jobs_of(self, receive: Receive) -> Jobs | None:
-        """Return the copies of a receive; None if they cannot be made, for the reason that it then has."""
+        """Return the copies of a receive, or None if they cannot be made; the receive then has the reason."""
         read = receive.read
         try:
             return self.loop.copies.make_jobs(read.source, read.blocks, packing=False)
@@ -302,7 +303,7 @@ class Receives(Programs[Receive]):
         return found
 
     def _ended(self, receive: Receive, row: dict[str, int]) -> object:
-        """Return the event that ends a read, which writes its blocks no more."""
+        """Return the event that ends a read which no longer writes to its blocks."""
         read = receive.read
         if row["num_unpacked"] < row["num_chunks"]:
             error = receive.error or error_of(row, self._transport)

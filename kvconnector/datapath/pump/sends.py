@@ -41,8 +41,8 @@ class Sending(Program, eq=False, kw_only=True):
 
 
 class Sends(Programs[Sending]):
-    """All sends of one worker. They take turns with the slots, one chunk each, so that a long send delays a short one
-    by a few chunks only.
+    """All sends of one worker. They take turns using the slots, one chunk each, so that a long send delays a short one
+    by only a few chunks.
 
     The slots of sends that were given up are quarantined for `peer.timeout_s`.
     """
@@ -83,7 +83,7 @@ class Sends(Programs[Sending]):
             self._warm_up(link, probe.first_tag + index, probe.nbytes)
 
     def _warm_up(self, link: Link, tag: int, nbytes: int) -> None:
-        """Send a consumer worker a message whose bytes mean nothing."""
+        """Send a consumer worker a message with meaningless content."""
         ticket = self._transport.send(self._endpoints[link], tag, self.slots.scratch(nbytes))
         self.loop.warm_ups[ticket] = partial(self._warmed_up, link)
         self.loop.lock.is_greeting = True
@@ -134,7 +134,7 @@ class Sends(Programs[Sending]):
             self.set(sending, "stopped", 1)
 
     def _log_lanes(self, endpoint: int) -> None:
-        """Log the lanes of packed reads by a consumer. That it reads directly does not show here."""
+        """Log the lanes of packed reads by a consumer. Whether it reads directly is not known here."""
         lanes = self._transport.lanes(endpoint)
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
         if (

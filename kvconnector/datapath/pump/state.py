@@ -77,7 +77,8 @@ class LoopState:
         self._wake_fds = np.array([(self.wake_fd, _POLLIN, 0)], _POLL_FD)
         runs = (r.Run * 3)()
         self.runs = list(runs)
-        """By owner, how long its next run may take, 0 for one look at everything; and what else ends it."""
+        """For each owner, how long its next run may take (0 means one look at everything), and what else ends the run.
+        """
         for owner in (LOOK, r.DRIVER, r.INLINE):
             self.runs[owner].owner = r.DRIVER if owner == r.DRIVER else r.INLINE
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
