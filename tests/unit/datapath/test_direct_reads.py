@@ -76,7 +76,8 @@ def test_any_geometry_arrives_byte_for_byte(data):
     source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
     # the producer's list begins with the first block that is needed
     first = tokens.start // p_shape.block if data.draw(st.booleans()) else 0
-    with closing(DirectPair.connect(p_shape, d_shape)) as pair:
+    past_caches = {"min_streamed_bytes": data.draw(st.sampled_from([0, 1 << 20]))}
+    with closing(DirectPair.connect(p_shape, d_shape, **past_caches)) as pair:
         program = pair.d.program(list(destination), tokens, **cut)
         theirs = pair.p.program(list(source), tokens, **cut)
         blocks = (GroupBlocks.of(list(source)[first:], first),)

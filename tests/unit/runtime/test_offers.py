@@ -10,6 +10,7 @@ from kvconnector.errors import BlockIdError, ConfigError, GeometryError, LocalEr
 from kvconnector.runtime import Scheduler
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import ReclaimRequest
 from tests.support.fakes import FakeEngine, attention_model, metadata_of
 from tests.unit.datapath.caches import Caches, Shape
@@ -195,6 +196,19 @@ def test_an_offer_outside_the_pools_takes_none_of_their_room():
             if isinstance(each, ReclaimRequest)
         ]
         assert first == "wrong"
+
+
+def test_an_offer_that_was_released_takes_no_room():
+    config = structs.replace(PRODUCER, lease=LeaseConfig(reclaim_above=0.5))
+    with Scheduler(config, metadata_of(role="producer")) as producer:
+        for number in range(10):
+            blocks = range(3 * number, 3 * number + 3)
+            producer.offer(f"r{number}", blocks=[blocks], num_tokens=12)
+            producer.update(WorkerOutput(finished_sending={f"r{number}"}))
+        producer.offer("last", blocks=[[31]], num_tokens=4)
+        assert not [
+            each for each in producer.build_step().orders if isinstance(each, ReclaimRequest)
+        ]
 
 
 @pytest.mark.parametrize(

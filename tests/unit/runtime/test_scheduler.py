@@ -444,6 +444,14 @@ def test_followers_of_an_aborted_prompt_are_notified(producer, ending):
     assert orders[2:] == [WithdrawRequest("r")]
 
 
+def test_a_step_without_new_tokens_reports_nothing(producer):
+    producer.on_new_request("r", STREAMED)
+    producer.grow("r", blocks=[[3]], num_tokens=3)
+    producer.build_step()
+    producer.grow("r", blocks=[[3]], num_tokens=3)
+    assert producer.build_step().orders == ()
+
+
 def test_with_stream_off_a_prompt_is_offered_when_it_is_done():
     config = structs.replace(CONFIG, role="producer", stream=False)
     with Scheduler(config, metadata_of(role="producer")) as producer:

@@ -84,6 +84,15 @@ class Side:
         self.links = {number: Link(number) for number in range(-999, 0)}
         self.now = 0.0
 
+    def break_next(self, name, call):
+        """Let the next call of a port's method be this one."""
+
+        def broken(*arguments):
+            delattr(self._port, name)
+            call(*arguments)
+
+        setattr(self._port, name, broken)
+
     @property
     def num_leases(self):
         return len(self.session._leases)

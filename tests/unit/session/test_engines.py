@@ -389,6 +389,18 @@ def test_an_engine_that_never_has_its_turn_is_unreachable_after_its_time():
     assert error in (PeerUnreachableError, TransferTimeoutError)
 
 
+def test_an_engine_that_nobody_wants_any_more_has_no_turn():
+    """Its only load has failed before the engine was greeted, and the engine of the request has not asked for it."""
+    peer = harness.PeerConfig(max_unknown_engines=1, progress_timeout_s=5.0)
+    side = harness.consumer(peer=peer)
+    (first,) = harness.of(side.handle(wanted_of(0)), "open_link")
+    side.handle(replace(wanted_of(1), is_followed=True))
+    side.now = 5.0
+    assert [each.request_id for each in harness.of(side.settle(), "producer_started")] == ["w1"]
+    side.handle(ev.LinkLost(first.link, PeerLostError("gone")))
+    assert not harness.of(side.settle(), "open_link")
+
+
 def test_engines_that_were_met_do_not_wait_for_unknown_ones():
     side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
     (link,) = harness.connect(side)

@@ -9,7 +9,7 @@ from kvconnector.agenda import MAX_AT_ONCE
 from kvconnector.errors import LocalError, PeerLostError, TransportError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
-from kvconnector.session import peers
+from kvconnector.session import peers, producer
 from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
 from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import GrowRequest, WithdrawRequest
@@ -22,6 +22,39 @@ from tests.unit.session import harness
 @pytest.fixture
 def side():
     return harness.producer()
+
+
+def test_the_oldest_of_many_outcomes_is_forgotten(monkeypatch):
+    monkeypatch.setattr(producer, "MAX_REMEMBERED_LEASES", 2)
+    side = harness.producer()
+    harness.welcome(side)
+    keys = [m.TransferKey(transfer_id=name, secret=harness.SECRET) for name in "abc"]
+    for key in keys:
+        side.handle(harness.hold(key.transfer_id, key.transfer_id), harness.done(key=key))
+    refused = [harness.messages(side.handle(harness.follow(key=key)), m.Progress) for key in keys]
+    # the first may be a prompt whose lease is still to come
+    assert [[each.refusal for each in some] for some in refused] == [
+        [],
+        [Refusal.UNKNOWN_TRANSFER],
+        [Refusal.UNKNOWN_TRANSFER],
+    ]
+
+
+def test_nobody_reads_a_lease_directly_in_whose_handling_something_broke():
+    side = harness.producer(harness.EXPORT)
+    harness.welcome(side)
+    (published,) = harness.of(side.handle(harness.hold()), "publish")
+
+    def break_once(_):
+        raise ZeroDivisionError("a bug")
+
+    side.break_next("start_send", break_once)
+    calls = side.receive(-1, harness.read())
+    (contained,) = harness.of(calls, "note_contained")
+    assert isinstance(contained.error, ZeroDivisionError)
+    assert harness.of(calls, "retract") == [harness.call("retract", published.key)]
+    (stopped,) = harness.of(calls, "stop_send")
+    assert harness.released(side.handle(ev.SendOver(stopped.send, 0))) == [("r", "aborted")]
 
 
 def _reading():
