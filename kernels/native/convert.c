@@ -13,9 +13,9 @@
  * the division and for denormals: adding a power of two whose last bit is a denormal's unit rounds to that unit. The
  * mirror of this file is kvconnector_kernels/relayout/triton.py, and relayout/naive.py the oracle of both.
  *
- * Every pair of types is a function of its own without a branch per element, so that compilers make vectors of it. A
- * choice between two results is a mask: of `?:` gcc makes a branch, to leave out the arithmetic of the result that is not
- * taken, since that might trap. Numbers are compared as signed: they are below 2^31, and SSE2 knows no other comparison.
+ * Every pair of types has its own function without a branch per element, so that compilers vectorise it. A choice
+ * between two results is made by a mask: from `?:` gcc makes a branch, to skip the arithmetic of the result that is not
+ * taken, because that might trap. Numbers are compared as signed: they are below 2^31, and SSE2 knows no other comparison.
  * Signs are set aside, since scales are above 0.
  */
 #include "kvc.h"
@@ -74,7 +74,7 @@ INLINE uint32_t choose(uint32_t mask, uint32_t if_set, uint32_t otherwise)
     return (if_set & mask) | (otherwise & ~mask);
 }
 
-/* The smaller of two numbers below 2^31: vectors have an instruction for this choice, of which gcc makes no branch. With a
+/* The smaller of two numbers below 2^31: vectors have an instruction for this choice, so gcc makes no branch. With a
  * mask it would compute the chosen number, a quotient, once more. */
 INLINE uint32_t least_bits(uint32_t a, uint32_t b)
 {

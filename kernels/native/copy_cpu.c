@@ -11,8 +11,8 @@
  *   is left or the read is stopped. It names another only when the last one's word has no helper and is not open. A
  *   helper touches a read's jobs and blocks only after it has joined, which fails once the word is closed, and leaves
  *   when no piece is left or the word is closed. Its writes are visible to a thread that then sees the word.
- * - Blocking. Helpers sleep on an eventfd that counts the wanted ones. No thread waits for them: the loop looks at the
- *   fence again, as at a GPU's. A helper that the system does not run delays its own read only.
+ * - Blocking. Helpers sleep on an eventfd that counts the helpers wanted. No thread waits for them: the loop looks at the
+ *   fence again, as it does at a GPU's. A helper that the system does not schedule delays only its own read.
  */
 #include "kvc.h"
 
@@ -71,7 +71,7 @@ int64_t kvc_copy_cpu(void *context, void *job_address, void *slot, kvc_flag *fen
 static int64_t copy_piece(struct kvc_copy_read *read, bool *is_last)
 {
     const struct kvc_copy_job *jobs = (const struct kvc_copy_job *)(read + 1);
-    /* threads agree on nothing but who has which piece: the fence orders what they write */
+    /* threads need to agree only on who has which piece, because the fence orders their writes */
     int64_t piece = atomic_fetch_add_explicit(&read->next_piece, 1, memory_order_relaxed);
     for (int64_t index = 0; index < read->num_jobs; index++) {
         const struct kvc_copy_job *job = &jobs[index];
@@ -109,7 +109,7 @@ static bool share(struct kvc_crew *crew, struct kvc_copy_read *read, kvc_flag *f
     kvc_flag *last = atomic_load_explicit(&crew->fence, memory_order_relaxed);
     if (last && kvc_load(last) > VALUE)
         return false;
-    /* a helper that comes late may look at both at any time; only what it joins counts */
+    /* a late helper may look at both at any time; only the read that it joins counts */
     atomic_store_explicit(&crew->read, read, memory_order_relaxed);
     atomic_store_explicit(&crew->fence, fence, memory_order_release);
     kvc_store(fence, OPEN);

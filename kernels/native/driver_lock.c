@@ -1,45 +1,49 @@
 /* The lock on a loop: only its owner touches the records, the transport, the control channel and the sessions.
  *
- * Owner. One 32-bit word says who owns it: `DRIVER` (the driver's thread), `INLINE` (an engine's thread, which makes
- * progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
+ * Owner. One 32-bit word says who owns the lock: `DRIVER` (the driver's thread), `INLINE` (an engine's thread, which
+ * makes progress in the driver's place) or `NOBODY`. The word changes only by compare-and-exchange. There is no queue:
+ * each side tries to acquire the lock.
  *
- * When it is free. The driver's thread owns it while it works. It releases it in three places, all inside the loop: while
- * it sleeps, between two passes if an engine's thread wants it, and from its last pass until it has the GIL back. The
- * last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the engine from
- * its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few. If it has
- * worked in Python for long, it sleeps there first, for `yield_gil_us`, unless the run itself took as long:
- * otherwise it would take the GIL again before a waiting thread is awake.
+ * When it is free. The driver's thread owns the lock while it works. It releases the lock in three places, all inside
+ * the loop: while it sleeps, between two passes if an engine's thread wants the lock, and from its last pass until it has
+ * the GIL back. The third is the purpose of the lock: otherwise a driver's thread that waits for the GIL of a busy engine
+ * would keep the engine from its own transfers. Waking a thread and handing it the GIL costs 0.2 ms, and inline progress
+ * only a few microseconds. If the driver's thread has worked in Python for long, it first sleeps for `yield_gil_us` in
+ * this third place, unless the run itself took that long: otherwise it would take the GIL again before a waiting thread
+ * is awake.
  *
  * GIL. Python calls `kvc_try_acquire`, `kvc_release_inline` and `kvc_notify` without releasing the GIL: they take
- * microseconds, and no other Python thread runs in between. It releases it for `kvc_wait_until_free` and the loop. The
- * driver's thread takes the lock again only when it has the GIL (`kvc_wait_until_free`, then `kvc_try_acquire`): a
- * thread that owned the lock while it waited for the GIL could not be overtaken by the thread that has it, and both
+ * microseconds, and no other Python thread runs in between. It releases the GIL for `kvc_wait_until_free` and the loop.
+ * The driver's thread acquires the lock again only when it has the GIL (`kvc_wait_until_free`, then `kvc_try_acquire`).
+ * If it owned the lock while it waits for the GIL, the thread that has the GIL could make no progress inline, and both
  * would stand still.
  *
- * Which thread. `inline_thread` is the native id of the thread that owns it inline, else 0. It is written here, so that
- * no Python instruction lies between becoming the owner and being known as such: an interrupt (KeyboardInterrupt) may
- * come between any two instructions, and the thread that it hits must know if it owns the lock.
+ * Which thread. `inline_thread` is the native id of the thread that owns the lock inline, otherwise 0. It is written in
+ * C, so that no Python instruction lies between acquiring the lock and recording the owner: an interrupt
+ * (KeyboardInterrupt) may come between any two instructions, and the interrupted thread must know whether it owns the
+ * lock.
  *
- * Wanted. While the loop spins it owns the lock nearly always, so an engine's thread that tried once would mostly find it
- * taken. It sets `wanted` and waits for at most `limit_ns`, with the GIL. The loop looks at the word in every pass, and
- * leaves the lock to that thread.
+ * Wanted. While the loop spins it owns the lock nearly all the time, so a single attempt of an engine's thread would
+ * mostly find the lock taken. The engine's thread therefore sets `wanted` and waits for at most `limit_ns`, while it
+ * holds the GIL. The loop looks at the word in every pass, and hands the lock over to that thread.
  *
  * Wake-ups. `kvc_release_inline` and `kvc_notify` write to an eventfd on which the driver's thread sleeps, in the loop
- * and in `await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A lost
- * wake-up costs at most `PARK_MS`.
+ * and in `await_release`. UCX's own descriptor does not suffice, because whoever sleeps on it must arm it again after
+ * each progress. A lost wake-up costs at most `PARK_MS`.
  *
  * Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
- * work, so work that arrives meanwhile sets it again. The driver's thread returns at once with what it found and with
- * what was reported. Until it has the GIL, an engine's thread may still take it.
+ * work, so work that arrives later sets it again. The driver's thread returns at once with the work that it found or that
+ * was reported. Until it has the GIL, an engine's thread may still take this work.
  *
- * Offers. Beside an engine that computes in Python the GIL takes 5 ms to get, and from the last pass until then nobody
- * moves chunks but the engine's thread, once in each poll. So if the last waits for the GIL were long and the engine
- * polls often, the loop goes on with moving chunks for `offer_work_ns`, and returns only if no poll has taken the work
- * by then. What inline progress leaves for a turn is offered like all else. An engine's thread that finds the driver's
- * waiting for long sleeps a moment, so that this one gets the GIL and is soon back in the loop.
+ * Offers. If the engine computes in Python, it takes 5 ms to get the GIL, and from the last pass until then only the
+ * engine's thread moves chunks, once in each poll. So if the last waits for the GIL were long and the engine polls often,
+ * the loop continues to move chunks for `offer_work_ns`, and returns only if no poll has taken the work by then. Work
+ * that inline progress leaves for a turn is offered in the same way. If an engine's thread finds that the driver's thread
+ * has been waiting for long, it sleeps for a moment, so that the driver's thread gets the GIL and is soon back in the
+ * loop.
  *
  * What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
- * never released stops every transfer of the worker for good; a `kvc_try_acquire` that releases the GIL lets an
+ * never released stops every transfer of the worker forever; a `kvc_try_acquire` that releases the GIL lets an
  * interrupt, or another thread, in between.
  */
 #include "kvc.h"
@@ -86,7 +90,7 @@ void kvc_lock_release(struct kvc_state *state, const struct kvc_run *run)
         kvc_store(&state->lock->owner, KVC_NOBODY);
 }
 
-/* Acquire the lock after `kvc_lock_release`; while another thread owns it, sleep until it is free. */
+/* Acquire the lock after `kvc_lock_release`. While another thread owns it, sleep until it is free. */
 void kvc_lock_acquire(struct kvc_state *state, const struct kvc_run *run)
 {
     while (run->owner == KVC_DRIVER && !kvc_exchange(&state->lock->owner, KVC_NOBODY, KVC_DRIVER))
@@ -103,7 +107,7 @@ void kvc_lock_hand_over(struct kvc_state *state, const struct kvc_run *run)
     int64_t until = kvc_now_ns(state) + HAND_OVER_NS;
     while (kvc_load(&state->lock->wanted) && kvc_now_ns(state) < until)
         ;
-    /* while this thread spins, waking it would take as long as what the other one does */
+    /* waking this thread would take as long as the other one's work, so it spins */
     until = kvc_now_ns(state) + state->spin_after_work_ns;
     while (kvc_load(&state->lock->owner) != KVC_NOBODY && kvc_now_ns(state) < until)
         ;
@@ -181,7 +185,7 @@ bool kvc_notify(struct kvc_state *state)
     return kvc_load(&state->lock->owner) != KVC_INLINE;
 }
 
-/* Wait for a flag on a core of its own. Returns true if it is or becomes nonzero within the time. */
+/* Busy-wait for a flag. Returns true if it is or becomes nonzero within the time. */
 bool kvc_wait_flag(const kvc_flag *flag, int64_t limit_ns)
 {
     struct kvc_state clock = {.clock_gettime = clock_gettime};

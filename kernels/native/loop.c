@@ -1,11 +1,11 @@
 /* The loop: every chunk of every program from memory to memory, in one call that holds no GIL.
  *
- * A send: each chunk is packed into a slot and posted; once UCX has sent it, the slot is free. A receive keeps its slots:
- * posted, unpacked, posted again for its next chunk. A direct read of a peer's memory: one part per call, or all at once
- * on a GPU. Nothing waits while anything else can move.
+ * A send packs each chunk into a slot and posts it; once UCX has sent the chunk, the slot is free. A receive keeps its
+ * slots: each is posted, unpacked, and posted again for its next chunk. A direct read of a peer's memory copies one part
+ * per call, or everything at once on a GPU. Nothing waits while anything else can move.
  *
- * Threads. The caller owns the driver lock (driver_lock.c). The loop releases it between passes and while it sleeps, so whatever
- * it knows of the records is looked up again after that.
+ * Threads. The caller owns the driver lock (driver_lock.c). The loop releases it between passes and while it sleeps, and
+ * must therefore look up everything that it knows about the records again after that.
  */
 #include "kvc.h"
 
@@ -135,7 +135,7 @@ int64_t kvc_check_digest(struct kvc_state *state, void *chunk, int64_t nbytes)
 
 /* ---- sends ---- */
 
-/* Finish the packing of a chunk. Without its digest the send stops, and drops it with all further ones. */
+/* Finish the packing of a chunk. If its digest cannot be appended, the send stops and drops this and all later chunks. */
 static void end_pack(struct kvc_state *state, struct kvc_send *send, struct kvc_slot *slot)
 {
     int64_t error = kvc_append_digest(state, slot->address, chunk_bytes(state, send->jobs, slot->chunk));
@@ -251,7 +251,7 @@ static bool may_pack(const struct kvc_send *send)
            send->num_copying + send->num_in_flight < send->window;
 }
 
-/* Pack one chunk, of the sends in turn, so that it is posted before the next. Returns true if there was one. */
+/* Pack one chunk, taking the sends in turn, so that it is posted before the next. Returns true if there was one. */
 static bool pack_next(struct kvc_state *state)
 {
     struct kvc_slot *slot = find_free(state->send_slots, state->num_send_slots);
@@ -266,7 +266,7 @@ static bool pack_next(struct kvc_state *state)
     return false;
 }
 
-/* End sends whose blocks are read no more, though slots may be in flight. Returns true if there are any. */
+/* End sends whose blocks are no longer read, even if slots are still in flight. Returns true if there are any. */
 static bool end_sends(struct kvc_state *state)
 {
     bool ended = false;
@@ -334,7 +334,7 @@ static int64_t unpack(struct kvc_state *state, struct kvc_receive *receive, stru
     return error ? error : begin_copy(state, receive->jobs, slot);
 }
 
-/* Unpack the chunk of a receive that ended, or go on with the next chunk if the program is stopped. */
+/* Unpack the chunk of a receive that ended, or skip to the next chunk if the program is stopped. */
 static void take_chunk(struct kvc_state *state, struct kvc_slot *slot, kvc_status status)
 {
     struct kvc_receive *receive = &state->receives[slot->program];
@@ -408,7 +408,7 @@ static void begin_receives(struct kvc_state *state)
     }
 }
 
-/* End receives that write nothing more, or hold no slots. Returns true if there are any. */
+/* End receives that write nothing more or hold no slots. Returns true if there are any. */
 static bool end_receives(struct kvc_state *state)
 {
     bool changed = false;
@@ -445,7 +445,7 @@ static void begin_read(struct kvc_state *state, struct kvc_read *read)
         fail(read, KVC_READ_ERROR, status, 0);
 }
 
-/* Make one call for one of the reads, in turn: the loop looks at nothing else meanwhile. */
+/* Make one call for one of the reads, in turn. The loop looks at nothing else during the call. */
 static bool begin_reads(struct kvc_state *state)
 {
     for (int64_t count = 0; count < state->num_reads; count++) {
@@ -547,7 +547,7 @@ static void sleep_for(struct kvc_state *state, const struct kvc_run *run, int64_
         kvc_lock_forget_wakes(state);
 }
 
-/* Look again at once while something may end any moment, which no sleep is short enough for; else sleep. */
+/* While something may end at any moment, look again at once, because even the shortest sleep is too long; else sleep. */
 static void rest(struct kvc_state *state, const struct kvc_run *run, int64_t now, int64_t left_ns)
 {
     if (now - state->moved_ns < state->spin_after_work_ns || is_busy(state))

@@ -5,7 +5,7 @@
  * one. Every other box is copied row by row, or item by item if the innermost dimension differs. The inner loop follows
  * the destination's finer axis, so that writes are in order.
  *
- * Streaming writes past the caches. It saves reading the destination's lines first: a third of the memory traffic.
+ * Streaming stores bypass the caches. That avoids reading the destination's lines first, a third of the memory traffic.
  */
 #include "kvc.h"
 
