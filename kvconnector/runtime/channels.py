@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 4096
+MAX_QUEUED_ANSWERS = 16
+"""Answers of a directory service that wait for one consumer, which asks once or twice. They are much longer than the
+questions, so that one which does not read them would fill the memory with few bytes."""
 MAX_MESSAGES_PER_TURN = 256
 LINGER_S = 0.5
 
@@ -37,7 +40,9 @@ def security_of(config: ConnectorConfig) -> Security:
     )
 
 
-def control_limits(config: ConnectorConfig) -> ControlLimits:
+def control_limits(
+    config: ConnectorConfig, max_queued_messages: int = MAX_QUEUED_MESSAGES
+) -> ControlLimits:
     """Return the bounds of an engine's control channels.
 
     libzmq's own threads greet, and kernels answer probes, however busy the peer's Python is. So a host that does
@@ -46,7 +51,7 @@ def control_limits(config: ConnectorConfig) -> ControlLimits:
     control, peer = config.control, config.peer
     return ControlLimits(
         max_message_bytes=control.max_message_bytes,
-        max_queued_messages=MAX_QUEUED_MESSAGES,
+        max_queued_messages=max_queued_messages,
         max_messages_per_turn=MAX_MESSAGES_PER_TURN,
         connect_timeout_s=min(FIRST_GREETING_FACTOR * peer.hello_timeout_s, peer.timeout_s),
         host_timeout_s=peer.timeout_s,
@@ -54,11 +59,19 @@ def control_limits(config: ConnectorConfig) -> ControlLimits:
     )
 
 
-def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
+def open_directory_control(config: ConnectorConfig, port: int) -> ControlChannel:
+    """Open the control channel of a directory service, see `open_control`."""
+    return open_control(config, port, MAX_QUEUED_ANSWERS)
+
+
+def open_control(
+    config: ConnectorConfig, port: int, max_queued_messages: int = MAX_QUEUED_MESSAGES
+) -> ControlChannel:
     """Open a control channel that listens on `port` of the configured host.
 
     Raises:
         ConfigError: the keys or the address cannot be used.
+        TransportError: no file may be opened.
     """
     control = config.control
     if control.insecure_network:
@@ -72,7 +85,7 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
         bind_port=port,
         advertise_host=control.advertise_host or None,
         security=security_of(config),
-        limits=control_limits(config),
+        limits=control_limits(config, max_queued_messages),
     )
 
 

@@ -19,7 +19,7 @@ from kvconnector.errors import (
     UnknownRequestError,
 )
 from kvconnector.planning import Retention
-from kvconnector.runtime.channels import open_control
+from kvconnector.runtime.channels import open_directory_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import (
     WorkerMetadata,
@@ -87,7 +87,7 @@ class Scheduler:
         self._service: DirectoryService | None = None
         if config.role != "consumer":
             directory = directory_of(self._engine, workers, stream=config.stream)
-            control = open_control(config, config.control.port)
+            control = open_directory_control(config, config.control.port)
             self._service = DirectoryService(control, directory).start()
             weakref.finalize(self, self._service.abandon).atexit = False
 

@@ -27,7 +27,7 @@ from kvconnector.integrations.sglang.settings import PrefillEngines
 from kvconnector.integrations.sglang.split import joined_groups
 from kvconnector.integrations.sglang.stats import RankStats
 from kvconnector.runtime import Worker
-from kvconnector.runtime.channels import open_control
+from kvconnector.runtime.channels import open_directory_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import WorkerMetadata, directory_of, joined_geometry
 from kvconnector.session import RequestTrace
@@ -270,14 +270,14 @@ def _open_directory(config: ConnectorConfig, preferred_port: int, dp_rank: int) 
     of the server's first data-parallel rank, and the next ones follow.
     """
     if port := config.control.port:
-        return open_control(config, port + dp_rank)
+        return open_directory_control(config, port + dp_rank)
     if not preferred_port:
-        return open_control(config, 0)
+        return open_directory_control(config, 0)
     try:
-        return open_control(config, preferred_port)
+        return open_directory_control(config, preferred_port)
     except ConfigError as error:
         logger.warning("the directory service listens on another port than planned: %s", error)
-        return open_control(config, 0)
+        return open_directory_control(config, 0)
 
 
 def seconds_of(trace: RequestTrace) -> float:

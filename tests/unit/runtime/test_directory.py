@@ -3,7 +3,10 @@
 import logging
 import os
 import signal
+import socket
+import struct
 import warnings
+from contextlib import ExitStack, closing
 from fractions import Fraction
 
 import pytest
@@ -11,15 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvconnector.errors import ConfigError
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.address import parse_address
+from kvconnector.errors import ConfigError, KVConnectorError, PeerLostError
 from kvconnector.runtime import directory as directory_module
+from kvconnector.runtime.channels import open_directory_control
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
 from tests.support.inproc_control import ControlHub, InprocControlChannel
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, until
 from tests.unit.session import harness
 
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+ZMTP_READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ENTRY = harness.directory().workers[0]
 SIZES = st.integers(1, 3 * MAX_UNASKED)
 
@@ -132,6 +140,40 @@ def test_an_engine_that_takes_no_message_as_long_as_the_answer_is_refused_in_wor
     assert answer.refusal is m.Refusal.INCOMPATIBLE
     for text in (answer.text, caplog.text):
         assert "raise control.max_message_bytes of the engine that asks, which is 65536" in text
+
+
+def test_a_stranger_that_reads_no_answers_is_given_up_after_a_few():
+    """A question has 20 bytes, and an answer to it may have half a million."""
+    config = ConnectorConfig.from_mapping({"engine_id": "p", "control": {"insecure": True}})
+    question = encode(m.DirectoryRequest(engine_id="p"))
+    answered, failures = 0, []
+    with ExitStack() as ends:
+        control = ends.enter_context(closing(open_directory_control(config, 0)))
+        service = DirectoryService(control, directory_of(20_000))
+        send = control.send
+
+        def counted(handle, payload):
+            nonlocal answered
+            try:
+                send(handle, payload)
+            except KVConnectorError as error:
+                failures.append(error)
+                raise
+            answered += 1
+
+        control.send = counted
+        place = parse_address(control.address)
+        stranger = ends.enter_context(socket.create_connection((place.host, place.port)))
+        stranger.sendall(ZMTP_GREETING + ZMTP_READY)
+        stranger.settimeout(DEADLINE_S)
+        greeting = b""
+        while b"Identity" not in greeting:  # the end of libzmq's
+            greeting += stranger.recv(1000)
+        stranger.sendall(400 * (struct.pack(">BQ", 2, len(question)) + question))
+        until(lambda: failures, lambda: service.turn(0.01), lambda: answered)
+        assert isinstance(failures[0], PeerLostError)
+        assert "the queue to it is full" in str(failures[0])
+        assert answered < 100
 
 
 def test_a_directory_longer_than_a_message_may_be_is_refused_at_the_start():
