@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
@@ -182,7 +182,8 @@ class IncomingConnections:
         identity = first.bytes
         peer = self._by_identity.get(identity)
         if peer is None:
-            if identity in self._retired or (origin := _origin(first)) is None:
+            has_key = self.authorizer is not None
+            if identity in self._retired or (origin := _origin(first, has_key=has_key)) is None:
                 return
             peer = self._admit(identity, *origin)
         if peer.ignored:
@@ -245,17 +246,18 @@ class IncomingConnections:
         return events
 
 
-def _origin(frame: zmq.Frame) -> tuple[int, str, str] | None:
+def _origin(frame: zmq.Frame, *, has_key: bool) -> tuple[int, str, str] | None:
     """Return the file descriptor, the IP address and the public key of the connection that a frame came from; None for
     a peer that did no handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
+
+    Only a peer that was asked for its key has one. Otherwise it may state any `User-Id` itself, also one that is no
+    text.
     """
     try:
         address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return None
-    key = ""
-    with suppress(zmq.ZMQError):  # without keys nobody has named the peer
-        key = str(frame.get("User-Id"))
+    key = str(frame.get("User-Id")) if has_key else ""
     fd = int(frame.get(zmq.SRCFD))
     if fd < 0:
         raise TransportError(
