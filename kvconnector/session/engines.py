@@ -340,8 +340,6 @@ class RemoteEngines:
         now: float,
     ) -> None:
         """Give up the mapping of a worker's pools if it replies again with another export, and then map that."""
-        if engine.state not in (EngineState.HELLO, EngineState.READY):
-            return
         if isinstance(event, ev.PoolsUnmapped):
             engine.accept(event, now)
             # mapped already if the pools had changed once more before this event came

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 import kvconnector as kvc
 from kvconnector.errors import (
@@ -13,6 +14,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     UnknownRequestError,
 )
+from tests.support.fakes import FakeEngine, attention_model
 from tests.unit.runtime.test_scheduler import PARAMS
 
 
@@ -57,6 +59,11 @@ CONSTRUCTION = [
     (lambda: kvc.Scheduler({}, []), ConfigError, "got='dict'"),
     (lambda: kvc.Scheduler(config(), [worker()]), ConfigError, "handshake()"),
     (lambda: kvc.view_of(np.zeros((1, 1, 1, 1))), GeometryError, "torch.from_numpy"),
+    (
+        lambda: kvc.cache_group({0: (cache(),), 2: (cache(),)}, scales={0: [[1.0]]}),
+        GeometryError,
+        "for each layer [layers=(0, 2), scaled=[0]]",
+    ),
 ]
 CACHES = [
     (cache(), "{0: (k, v)}"),
@@ -125,6 +132,26 @@ def test_wrong_orders_are_refused(engine, call, kind, words):
     with pytest.raises(kind) as raised:
         call(*engine)
     assert words in str(raised.value)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("wrong", ["no geometry", "another engine", "other caches"])
+def test_a_worker_begins_with_the_geometry_of_its_own_engine(wrong):
+    other = FakeEngine("e", attention_model()).geometry()
+    with worker() as registered:
+        registered.register({0: (cache(), cache())})
+        with kvc.Scheduler(config(), [registered.handshake()]) as scheduler:
+            scheduler.offer("r", blocks=[[0]], num_tokens=8)
+            step = scheduler.build_step()
+        changed = {
+            "no geometry": None,
+            "another engine": structs.replace(step.engine, engine_id="f"),
+            "other caches": other,
+        }
+        words = "must carry" if wrong == "no geometry" else "does not match this worker's"
+        with pytest.raises(LocalError, match=words):
+            registered.start_step(structs.replace(step, engine=changed[wrong]))
+        registered.start_step(step)
 
 
 @pytest.mark.ucx
