@@ -68,6 +68,29 @@ def _reading():
     return side, send
 
 
+def test_every_rank_that_reads_a_lease_confirms_before_it_is_released(side):
+    consumer = harness.engine("d", tp_size=2)
+    for tp_rank in range(2):
+        harness.welcome(side, -1 - tp_rank, consumer, tp_rank)
+    side.handle(harness.hold())
+    assert harness.released(side.handle(harness.done(-1), harness.done(-1))) == []
+    assert harness.released(side.handle(harness.done(-2))) == [("r", "released")]
+
+
+def test_blocks_are_kept_until_the_last_send_of_them_is_over(side):
+    harness.welcome(side)
+    side.handle(harness.hold())
+    sends = []
+    for number in range(3):
+        (started,) = harness.of(side.receive(-1, harness.read(number)), "start_send")
+        sends.append(started.send)
+    assert not harness.released(side.handle(ev.SendOver(sends[0])))
+    stopped = harness.of(side.handle(harness.abort()), "stop_send")
+    assert [each.send for each in stopped] == sends[1:]
+    assert not harness.released(side.handle(ev.SendOver(sends[1], 0)))
+    assert harness.released(side.handle(ev.SendOver(sends[2], 0))) == [("r", "aborted")]
+
+
 def test_a_duplicate_of_a_read_changes_nothing():
     """Its chunks would arrive under tags that the consumer expects once."""
     side, send = _reading()
