@@ -107,7 +107,7 @@ class CacheLayout:
 
 def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
     """Return the layout of a backend's cache, from its shape and order for sizes that cannot be confused. Raises
-    GeometryError: an axis of the shape cannot be identified, or the stride order is no permutation or cannot be had.
+    GeometryError: an axis of the shape cannot be identified, or the stride order is not a permutation or not available.
     """
     shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:
@@ -139,7 +139,7 @@ def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) 
         with suppress(NotImplementedError):
             order = order if stated is None else tuple(stated(cross_layers))
     except AttributeError as error:
-        # the shape's order would be a guess, and a wrong one reads wrong bytes
+        # to use the shape's order would be a guess, and a wrong guess reads wrong bytes
         raise GeometryError(
             f"the backend's get_kv_cache_stride_order looks for what is not there: {error}",
             backend=getattr(backend, "__name__", type(backend).__name__),

@@ -11,7 +11,7 @@ MAX_LAYERS = 1 << 16
 ALL_LAYERS = range(MAX_LAYERS)
 """All global layer indices."""
 MIN_PIECE_BYTES = 2 << 20
-"""The smallest piece of an unfinished step that is reported, and read."""
+"""The size of the smallest piece of an unfinished step that is reported and read."""
 MAX_AHEAD_TOKENS, MAX_AHEAD_LAYERS = 1 << 21, 1 << 10
 """The largest values for which a lease board's entry has room. Steps beyond these are reported as a whole."""
 

@@ -220,14 +220,14 @@ def _planned(
 
 
 def _step(align_tokens: Sequence[int], tokens_fit: int) -> int:
-    """Return the tokens of a chunk that has a part of a row: as many as fit and are whole blocks, if possible."""
+    """Return the number of tokens of a chunk that has a part of a row: as many as fit, in whole blocks if possible."""
     return next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
 
 
 def _most_chunks(
     num_rows: int, num_tokens: int, tokens_fit: int, align_tokens: Sequence[int]
 ) -> int:
-    """Return a number that a segment's chunks do not exceed, before the first and the last of a read are split."""
+    """Return an upper bound on the number of a segment's chunks, before the first and the last of a read are split."""
     if num_tokens <= tokens_fit:
         return -(-num_rows // (tokens_fit // num_tokens))
     return num_rows * (num_tokens // _step(align_tokens, tokens_fit) + 2)

@@ -1,5 +1,5 @@
-"""`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed. Of a
-compressed group (`GroupGeometry.row_tokens`) the answer is in rows, and the question in tokens.
+"""`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed. For a
+compressed group (`GroupGeometry.row_tokens`) the answer is in rows, although the question is in tokens.
 
 After a prefix hit different groups may lack different tokens, so each group decides on its own.
 """
@@ -83,8 +83,8 @@ class KeepsEncoder:
 @dataclass(frozen=True, slots=True)
 class KeepsState:
     """A recurrent state: it summarises all tokens before its position, and serves no other position. It counts as one
-    token, the last of these, and a block of its group holds one. So does anything else of which a request has one block
-    of bytes that nobody divides, such as a ring of recent tokens: a part whose one head has the block's bytes.
+    token, the last of these, and a block of its group holds one. The same is used for anything else of which a request
+    has one indivisible block of bytes, such as a ring of recent tokens: a part whose only head has the block's bytes.
     """
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
@@ -94,7 +94,7 @@ class KeepsState:
 def from_whole_block(tokens: range, cached_tokens: int, held: range, block_tokens: int) -> range:
     """Return the range that a consumer reads: from a whole block of its prefix cache on, if the producer has it.
 
-    The cache takes the block in which a window begins for a whole one, as any other.
+    The prefix cache treats the block in which a window begins as complete, like any other block.
 
     Args:
         tokens: What the consumer lacks. Of a compressed group all tokens are rows.

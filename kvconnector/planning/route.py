@@ -1,4 +1,4 @@
-"""`Route`: the common part of all reads of one consumer rank from one producer rank.
+"""`Route`: what all reads of one consumer rank from one producer rank have in common.
 
 Each side makes its end of the route once, in the greeting. The consumer rank makes it from the two engines' geometries,
 and lists the segments in its `Hello`. The producer rank checks these against its own geometry. A read then needs only

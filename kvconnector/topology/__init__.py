@@ -1,4 +1,6 @@
-"""The reads between two engines' ranks: `TpKVTopology`, the geometries that it uses, and attention backends. Pure."""
+"""Which rank of one engine reads what from which rank of another: `TpKVTopology`, and the geometries that it uses.
+Pure.
+"""
 
 from kvconnector.layout import AttentionBackend as AttentionBackend
 from kvconnector.layout import FlashAttentionBackend as FlashAttentionBackend

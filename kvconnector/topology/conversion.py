@@ -1,9 +1,10 @@
-"""Elements whose type or scales differ between two engines: which of them are converted on the way, and why others not.
+"""Elements whose type or scales differ between two engines: which of them are converted on the way, and why others are
+not.
 
-Elements are converted if their type is one of `geometry.ELEMENTS`. Others are bytes without a meaning here: planes of
-values and scales, packed formats, states. If such a part states a type, the other engine's must be the same. An fp8
-number times its scale is its value; the group states the scales. A copy converts: a direct read, or at one end of a
-packed read, so that what travels is the narrower of both types.
+Elements are converted if their type is one of `geometry.ELEMENTS`. All others are opaque bytes: planes of values and
+scales, packed formats, states. If such a part states a type, the other engine's must be the same. An fp8 number times
+its scale is its value; the group states the scales. The conversion is part of a copy: that of a direct read, or the one
+at either end of a packed read, so that chunks are sent in the narrower type.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Engines' names of caches' types that are not the names of elements."""
+"""Names that engines use for cache types, where these are not the names of element types."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +53,8 @@ class SegmentConversion:
 def segment_conversion(
     segment: Segment, src: GroupGeometry, dst: GroupGeometry
 ) -> SegmentConversion | None:
-    """Return how a segment changes between a producer rank's group and a consumer rank's, which `obstacle` found
-    nothing against; None if its elements are copied as they are.
+    """Return how a segment is converted between a producer rank's group and a consumer rank's, for which `obstacle`
+    found none; None if its elements are copied unchanged.
     """
     families = src.families[segment.family], dst.families[segment.family]
     theirs, ours = (family.element for family in families)
@@ -93,8 +94,8 @@ def is_converted(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> bo
 
 
 def numbers_differ(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> bool:
-    """Return True if a cache group's elements have another size, type or scale in two engines. What one of them does
-    not state may be the other's.
+    """Return True if a cache group's elements differ in size, type or scale between two engines. A value that one
+    engine does not state counts as equal.
     """
     stated = [scales_of(engine, index) for engine in (ours, theirs)]
     return (all(stated) and stated[0] != stated[1]) or any(
@@ -125,7 +126,7 @@ def obstacle(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> str:
 
 
 def _own_obstacle(engine: EngineGeometry, index: int) -> str:
-    """Return why numbers of a cache group of one engine cannot be converted, whatever the other engine's are."""
+    """Return why numbers of a cache group of one engine cannot be converted, no matter what the other engine has."""
     name, group = engine.engine_id, engine.ranks[0].groups[index]
     if unknown := [part.name for part in group.parts if part.element not in ELEMENTS]:
         return f"the elements of {', '.join(unknown)} in {name} have no type that can be converted"
@@ -145,7 +146,7 @@ def _own_obstacle(engine: EngineGeometry, index: int) -> str:
 
 
 def elements_text(engine: EngineGeometry, index: int) -> str:
-    """Return a cache group's types for people, as "bfloat16"."""
+    """Return a cache group's types as text for people, such as "bfloat16"."""
     parts = engine.ranks[0].groups[index].parts
     return " and ".join(
         dict.fromkeys(part.element or f"{part.item_size_bytes} bytes" for part in parts)
@@ -153,7 +154,7 @@ def elements_text(engine: EngineGeometry, index: int) -> str:
 
 
 def explains(dtype: str, engine: EngineGeometry, indices: Sequence[int]) -> bool:
-    """Return True if an engine's `ModelDescription.dtype` is no more than the type of the elements of these groups."""
+    """Return True if an engine's `ModelDescription.dtype` states only the type of these groups' elements."""
     element = _CACHE_DTYPES.get(dtype, dtype)
     return any(
         part.element == element for index in indices for part in engine.ranks[0].groups[index].parts

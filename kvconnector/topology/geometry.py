@@ -26,11 +26,11 @@ ELEMENTS = {"float16": 2, "bfloat16": 2, **dict.fromkeys(FP8_ELEMENTS, 1)}
 ROUNDINGS = ("nearest", "truncated", "cast")
 """Rules by which engines store fp8, see docs/conversion.md."""
 UNKNOWN_ROUNDING = "unknown"
-"""What an engine states whose kernel stores fp8 by none of `ROUNDINGS`: nothing is converted for it."""
+"""Stated by an engine whose kernel stores fp8 by none of `ROUNDINGS`: nothing is converted for it."""
 REPLICAS_BY_INDEX = 1
 """The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
 MAX_ELEMENT_LENGTH = 32
-"""The most characters of the name of a type of elements."""
+"""The most characters that the name of an element type may have."""
 _DIGEST_BYTES = 8
 
 
@@ -116,8 +116,8 @@ class GroupGeometry(
     """A cache group on one rank: layers (global indices) with a common block table. `block_size` is in tokens.
 
     In a compressed group a row stands for `row_tokens` tokens: row `i` for the tokens from `i * row_tokens` on, and it
-    exists once the last of them is computed. All that counts tokens of such a group counts rows: `block_size`,
-    `interleave_tokens`, stripes, ranges of tokens, blocks. Watermarks and offers count tokens.
+    exists once the last of them is computed. Everything that counts tokens in other groups counts rows in such a group:
+    `block_size`, `interleave_tokens`, stripes, ranges of tokens, blocks. Watermarks and offers count tokens.
 
     With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
     stands for a block on each of them. `scales[layer][part]`, if stated, are the factors by which a quantised cache's
@@ -257,7 +257,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_stages()
 
     def _check_ranks(self) -> None:
-        # compare the counts before anything of that size is made: a peer may claim any size
+        # compare the counts before anything of that size is allocated, because a peer may claim any size
         if len(self.ranks) != self.world_size or any(
             rank.rank != divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
         ):
@@ -402,12 +402,12 @@ def scales_of(engine: EngineGeometry, index: int) -> str:
 
 
 def _joined(values: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return the value of all parts if it is the same, or else those of each."""
+    """Return the parts' common value, or each part's value if they differ."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def _written(layers: Sequence[int]) -> str:
-    """Return ascending layers as text: "0-31" if they are consecutive, or else each of them."""
+    """Return ascending layers as text: "0-31" if they are consecutive, otherwise a list of all."""
     if len(layers) > 1 and layers[-1] - layers[0] + 1 == len(layers):
         return f"{layers[0]}-{layers[-1]}"
     return ",".join(map(str, layers))

@@ -46,7 +46,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
         return (self.head_stop - self.head_start) * self.head_token_bytes
 
     def rows_of(self, layers: range) -> range:
-        """Return the (layer, part) pairs, numbered layer by layer, of those of our layers that are in the range."""
+        """Return the (layer, part) pairs, numbered layer by layer, of our layers that are in the range."""
         first, stop = bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop)
         return range(first * self.num_parts, stop * self.num_parts)
 

@@ -51,7 +51,7 @@ Replicas: TypeAlias = tuple[int, tuple[Rank, ...]]
 
 
 def rotation_of(engine: EngineGeometry) -> int:
-    """Return where an engine begins among replicas that are more than its ranks: a hash of its id."""
+    """Return where an engine begins among the replicas if there are more replicas than ranks: a hash of its id."""
     return zlib.crc32(engine.engine_id.encode())
 
 
@@ -117,7 +117,7 @@ def _by_id(
 
 
 def stage_shares(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[StageShare]:
-    """Yield what an engine has of these cache groups, of which it may lack the last ones, if they are optional. Raises
+    """Yield what an engine has of these cache groups. It may lack the last ones, if they are optional. Raises
     IncompatiblePeerError: it lacks a layer or a head.
     """
     for index, group in enumerate(groups[: remote.num_groups]):

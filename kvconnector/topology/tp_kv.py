@@ -50,7 +50,9 @@ from kvconnector.topology.segments import Segment, Target, differ
 from kvconnector.topology.sources import Replicas, StageShare, rotation_of, sources_of, stage_shares
 
 MAX_REMOTES = 1 << 10
-"""The most engines that a topology remembers: all of a large deployment, but not every one that ever restarted."""
+"""The most engines that a topology remembers: enough for all engines of a large deployment, but not for every restart
+of each.
+"""
 
 
 class TpKVTopology:
