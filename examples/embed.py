@@ -1,4 +1,4 @@
-"""kvconnector inside two engines: all calls that a prefill and a decode engine make. Run `python examples/embed.py`."""
+"""kvconnector in two engines: all calls that a prefill and a decode engine make. Run `python examples/embed.py`."""
 
 import torch
 

@@ -13,13 +13,13 @@ encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 def config_of(engine_id: str, role: str) -> kvc.Config:
-    """Return the settings of an engine, which all its processes get."""
+    """Return an engine's settings, the same for all its processes."""
     base = {"engine_id": engine_id, "role": role, "control": {"insecure": True}}
     return kvc.Config.from_mapping(base)
 
 
 def rank_process(pipe: Connection, engine_id: str, role: str, tp_rank: int, tp_size: int) -> None:
-    """One rank: it answers its handshake, then each step with what ended. It knows no scheduler."""
+    """One rank: it sends its handshake, and then answers each step with what has ended. It has no scheduler."""
     heads = kvc.TpKVTopology.heads_of(HEADS, tp_rank=tp_rank, tp_size=tp_size)
     shape = (BLOCKS, len(heads), 16, HEAD_DIM)
     values = torch.arange(heads.start, heads.stop).reshape(1, -1, 1, 1) * float(role == "producer")
@@ -52,7 +52,7 @@ class Engine:
         self.aggregator = kvc.KVOutputAggregator(tp_size)
 
     def step(self) -> kvc.WorkerOutput:
-        """Send every rank the step, and merge what they report: a request has ended when it has in all of them."""
+        """Send every rank the step, and merge their reports: a request has ended when it has ended in all of them."""
         step = encode(self.scheduler.build_step())
         for pipe in self.pipes:
             pipe.send_bytes(step)
@@ -63,7 +63,7 @@ class Engine:
         return output
 
     def close(self) -> list[list[float]]:
-        """End the ranks. Returns what the first layer's block 5 has for each of a rank's heads."""
+        """Stop the ranks. Returns for each rank the first value of its heads in block 5 of the first layer."""
         for pipe in self.pipes:
             pipe.send_bytes(b"")
         found = [decode(pipe.recv_bytes(), type=list[float]) for pipe in self.pipes]

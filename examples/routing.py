@@ -1,8 +1,8 @@
 """What the routers of the examples share: asking engines over HTTP, passing answers on, and trying requests again.
 
-As long as the client has got nothing, a failure costs it only time. `Router.complete` alone decides what becomes of a
-failure: it says where to send the request again (`retry: same | other | never`). Each example's router says in `_tried`
-what two engines are asked.
+As long as the client has received nothing, a failure costs it only time. Only `Router.complete` decides what happens
+after a failure: the failure says where to retry the request (`retry: same | other | never`). Each example's router says
+in `_tried` what two engines are asked.
 
 A client that goes away cancels its handler. Whatever a handler has asked of engines ends with it, and they abort it.
 """
@@ -43,7 +43,7 @@ END_OF_EVENT = b"\n\n"
 
 
 class Asked(NamedTuple):
-    """A client's request, its body without transfer parameters of its own, and the headers that engines get."""
+    """A client's request: its body without the client's own transfer parameters, and the headers that engines get."""
 
     request: web.Request
     body: dict[str, Any]
@@ -55,8 +55,8 @@ class Prefilled(NamedTuple):
 
     Args:
         params: The parameters for the decode engine, if it sends any.
-        has_moved: Another engine has answered than the one at whose known address the decode engine waits: it was
-            started anew, or several share one URL.
+        has_moved: A different engine has answered than the one at whose known address the decode engine waits: it was
+            restarted, or several engines share one URL.
     """
 
     params: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class Begun(NamedTuple):
 
 
 class Failed(Exception):
-    """A request failed before the client has got anything: the answer for it, and where to try again.
+    """A request failed before the client has received anything: the answer for the client, and where to try again.
 
     `is_unanswered`: the engine has said nothing.
     """
@@ -89,19 +89,21 @@ class Failed(Exception):
 
     @classmethod
     def because(cls, text: str, retry: str = OTHER, status: int = 502) -> Failed:
-        """The failure for which the router itself has the words: engines are not there, or do not fit."""
+        """A failure that the router itself reports: engines are missing, or do not fit together."""
         return cls(web.Response(status=status, text=text), retry)
 
     @classmethod
     def of(cls, answer: aiohttp.ClientResponse, content: bytes) -> Failed:
         """The failure that an engine answers."""
         copy = web.Response(status=answer.status, body=content, content_type=answer.content_type)
-        # a stream that begins with an error had begun well
+        # a stream that begins with an error had status 200
         return cls(copy, retry_of(500 if answer.status == OK else answer.status, content))
 
 
 def retry_of(status: int, content: bytes) -> str:
-    """Return where to send a request again. An engine's text says it; without that, a server's failure is its own."""
+    """Return where to send a request again. An engine's text says so; without it, a failure of a server (status 5xx)
+    counts as that server's own.
+    """
     found = _RETRY.search(content.decode(errors="replace"))
     if found is not None:
         return found[1]
@@ -164,7 +166,7 @@ class Router(ABC):
         return web.json_response({"status": "ok"})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Handle POST: have two engines serve it, and others where a failure says so."""
+        """Handle POST: have two engines serve the request, and other engines if a failure says so."""
         body = await body_of(request)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
@@ -184,11 +186,7 @@ class Router(ABC):
 
     @abstractmethod
     async def _tried(self, asked: Asked, prefill: str, decode: str) -> web.StreamResponse:
-        """Serve a request with these two engines.
-
-        Raises:
-            Failed: the client has got nothing.
-        """
+        """Serve a request with these two engines. Raises: Failed: the client has received nothing."""
 
     async def _from_both(
         self, asked: Asked, prefilled: asyncio.Task[Prefilled], begun: asyncio.Task[Begun]
@@ -209,7 +207,7 @@ class Router(ABC):
     async def _first_of(
         self, prefilled: asyncio.Task[Prefilled], begun: asyncio.Task[Begun]
     ) -> Begun:
-        """Wait until the decode engine's answer begins. It is not waited for where it cannot come.
+        """Wait until the decode engine's answer begins, unless it cannot come.
 
         Raises:
             Failed: the decode engine is lost; or, before it has answered, the prefill engine has failed or moved.
@@ -311,7 +309,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 async def _rest_of(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the rest of a failure's text, or what came of it."""
+    """Return the rest of a failure's text, or as much of it as arrived."""
     try:
         return await answer.read()
     except (aiohttp.ClientError, TimeoutError):
@@ -332,7 +330,7 @@ def _unanswered(url: str, error: Exception) -> Failed:
     elif isinstance(error, aiohttp.ConnectionTimeoutError):
         text = f"{url} did not answer: no connection within {CONNECT_TIMEOUT_S:g} s"
     elif isinstance(error, TimeoutError):
-        # it may still be busy with the request, so another engine is not burdened with it, too
+        # it may still be busy with the request, so the request is not given to another engine as well
         text, retry, status = f"{url} did not answer within {TOTAL_TIMEOUT_S:g} s", NEVER, 504
     failed = Failed.because(text, retry, status)
     failed.is_unanswered = True

@@ -37,8 +37,8 @@ SHAPE = -1
 
 
 class Server(NamedTuple):
-    """An engine's kind and base URL. Of SGLang's prefill engines also the bootstrap port, and the public key of the
-    control channel, "" without keys.
+    """An engine's kind and base URL. For SGLang's prefill engines also the bootstrap port, and the public key of the
+    control channel ("" without keys).
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Router(vllm.Router):
             begun = asyncio.create_task(self._begun(decode, asked, full))
             return await self._from_both(asked, prefilled, begun)
         except Failed:
-            self._directories.clear()  # the engines may have been started anew
+            self._directories.clear()  # the engines may have been restarted
             raise
         finally:
             prefilled.cancel()
@@ -115,7 +115,8 @@ class Router(vllm.Router):
         return known
 
     async def _directory_of(self, url: str, room: int) -> dict[str, Any]:
-        """Return where the engine of SGLang's prefill server that gets a room is, as vLLM's decode engine takes it.
+        """Return the address, in the form that vLLM's decode engine takes, of the engine of SGLang's prefill server
+        that gets a room.
 
         Raises:
             Failed: the server's registry does not say it.

@@ -73,7 +73,7 @@ class Router(routing.Router):
 
 
 def new_room() -> int:
-    """Return the number of a transfer that nobody can guess. It is not 0, which SGLang takes for none."""
+    """Return a number for a transfer that nobody can guess. It is not 0, which for SGLang means none."""
     return secrets.randbits(ROOM_BITS) or 1
 
 

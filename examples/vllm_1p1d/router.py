@@ -80,8 +80,8 @@ class Router(routing.Router):
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
     ) -> web.StreamResponse | None:
-        """Return the decode engine's answer. None if it has failed or waits in vain: what the prefill engine offers,
-        if it does, then goes to one that is asked anew.
+        """Return the decode engine's answer, or None if it has failed or waits in vain. What the prefill engine offers,
+        if anything, then goes to a decode engine in a new request.
         """
         with suppress(Failed):
             return await self._passed_on(asked, await self._first_of(prefilled, begun))

@@ -27,7 +27,7 @@ CONTROL_PORT_OFFSETS = {"prefill": 11, "decode": 111}
 STOP_TIMEOUT_S = 15.0
 PROMPT_WORDS = 300
 WARM_UP_STEPS, STEPS = (13, 23), (17, 19)
-"""Each makes a prompt of its own. The second one of a router's life is the first that both engines get at once."""
+"""Each makes a different prompt. A router's second prompt is the first that it sends to both engines at once."""
 OK = 200
 
 
