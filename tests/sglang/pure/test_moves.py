@@ -177,7 +177,7 @@ COMPARED = {
     ),
     "another kind's image": (
         *(PROMPT, {"media": f"{HERE}a"}),
-        *(PROMPT, {"media": "1:a"}, "images"),
+        *(PROMPT, {"media": "2:a"}, "images"),
     ),
     "other embeddings": (PROMPT, {"embeds": "a"}, PROMPT, {"embeds": "b"}, "embeddings"),
     "no embeddings": (PROMPT, {}, PROMPT, {"embeds": "a"}, "embeddings"),
