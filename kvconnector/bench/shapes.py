@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,11 +36,49 @@ MAX_COUNT = (1 << 31) - 1
 """The largest number of heads, or of a head's elements, that a message carries."""
 CONVERTIBLE = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """`kvconnector.topology.geometry.ELEMENTS`, which the releases that a soak runs do not all have."""
+PACKED = "fp8_ds_mla"
+"""vLLM's name of latents in fp8 as FlashMLA's sparse attention stores them: 512 bytes, four scales in float32, and the
+rotary key in bf16. They are not converted.
+"""
+PACKED_ROW_BYTES = 656
+LATENT_SIZE = 576
+"""Elements of DeepSeek's latents: 512, and a rotary key of 64."""
+SHARED_INPUTS = ("conv-B", "conv-C")
+"""Inputs of Mamba's convolution that a group of heads shares."""
 NUMBERS = ("k", "v", "latent")
 """Names of parts whose elements are numbers of the cache's type."""
+MISFIT = re.compile(r"Expected (.*) - at `\$\.(\w+)`")
+"""What msgspec says of a value that does not fit."""
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Scale = Annotated[float, Meta(gt=0, le=float(np.finfo(np.float32).max))]
 """The factor by which a stored number becomes its value."""
+
+
+SHORT_TYPES = {
+    **dict.fromkeys(("bf16", "torch.bfloat16", "auto"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "e4m3"), "float8_e4m3fn"),
+    **dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2"),
+}
+"""What engines call element types, and torch's names."""
+
+
+def element_type(text: str) -> str:
+    """Return an element type's name unchanged. Raises ConfigError: another one, with torch's name for a short one."""
+    from kvconnector.cache.specs.spec import ITEM_SIZES_BYTES  # elsewhere in a soak's other release
+
+    if text in ITEM_SIZES_BYTES:
+        return text
+    known = [*ITEM_SIZES_BYTES]
+    raise ConfigError(f"no such element type{_meant(text, known)}", given=text, known=known)
+
+
+def _meant(text: str, known: Sequence[str]) -> str:
+    """Return a question for the element type that may be meant, empty if none is like it."""
+    close = [SHORT_TYPES.get(text.lower(), ""), *difflib.get_close_matches(text, known, n=1)]
+    meant = next((each for each in close if each in known), "")
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +179,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), parts=parts),)
 
     @property
+    def is_sparse(self) -> bool:
+        """True for latents with an indexer beside them, as DeepSeek-V3.2's and GLM-5's."""
+        return self.is_mla and any(group.kind == "indexer" for group in self.groups)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers, if each keeps all tokens."""
         return self.request_bytes(1)
@@ -155,16 +200,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return sum(
             len(group.missing(range(num_tokens)))
             * len(group.layers)
-            * heads
-            * size
-            * (CONVERTIBLE[dtype] if dtype and name in NUMBERS else item)
+            * _head_bytes(dtype, part)
+            * part[1]
             for group in self.layer_groups
-            for name, heads, size, item in group.parts
+            for part in group.parts
         )
 
     def description(self) -> ModelDescription:
         """Return what two engines must agree on."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
+
+
+def _head_bytes(dtype: str, part: tuple[str, int, int, int]) -> int:
+    """Return the bytes of a head of a model's part, or of its unit, in an engine whose elements have this type."""
+    name, _, size, item = part
+    if name not in NUMBERS or not dtype:
+        return size * item
+    return PACKED_ROW_BYTES if dtype == PACKED else size * CONVERTIBLE[dtype]
 
 
 def _latents(
@@ -313,9 +365,12 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "an engine has too many ranks", tp=self.tp, pp=self.pp, max_ranks=MAX_RANKS
             )
-        if self.dtype and self.dtype not in CONVERTIBLE:
+        known = [*CONVERTIBLE, PACKED]
+        if self.dtype and self.dtype not in known:
             raise ConfigError(
-                "elements of this type cannot be converted", dtype=self.dtype, known=[*CONVERTIBLE]
+                f"elements of this type cannot be converted{_meant(self.dtype, known)}",
+                dtype=self.dtype,
+                known=known,
             )
         if not self.is_fp8 and (self.scale, self.rounding) != (1.0, "nearest"):
             raise ConfigError(
@@ -353,8 +408,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "an engine's shape is written as"
                 " tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8,dtype=float8_e4m3fn,"
-                "scale=0.5,rounding=cast:"
-                f" {error}",
+                "scale=0.5,rounding=cast: " + MISFIT.sub(r"\2 must be \1", str(error)),
                 given=text,
             ) from error
 
@@ -405,7 +459,21 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
-    """Return the caches of one rank of such an engine. Raises GeometryError: fewer layers than pipeline stages."""
+    """Return the caches of one rank of such an engine. Raises ConfigError: fewer layers than pipeline stages, or heads
+    or a type of elements that engines with such a model cannot have.
+    """
+    if shape.pp > model.num_layers:
+        raise ConfigError(
+            "an engine cannot have more pipeline stages than its model has layers",
+            pp=shape.pp,
+            num_layers=model.num_layers,
+        )
+    if shape.dtype == PACKED and not (model.is_sparse and model.head_dim == LATENT_SIZE):
+        raise ConfigError(
+            f"{PACKED} is a type of the latents of DeepSeek's sparse attention only",
+            model=model.name,
+            dtype=shape.dtype,
+        )
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
     if shape.dtype and model.dtype not in CONVERTIBLE:
         raise ConfigError(
@@ -433,13 +501,25 @@ def _group_geometry(
         )
 
     def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
+        # a group of Mamba's heads that is the only one is on every rank
+        is_shared = name in SHARED_INPUTS and total_heads == 1
+        if group.keeps == "state" and total_heads % shape.tp and not is_shared:
+            raise ConfigError(
+                "an engine's ranks hold equal shares of a state: choose a tp that divides its heads",
+                layers=group.kind,
+                part=name,
+                heads=total_heads,
+                tp=shape.tp,
+            )
         heads = TpKVTopology.heads_of(
             total_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=dcp_size
         )
         counts = {"2": len(group.parts), "H": len(heads), "N": block_size, "D": head_dim}
         flat = {axis for axis, count in counts.items() if count == 1}
         typed = {}  # a soak's other release may not know more
-        if shape.dtype and name in NUMBERS:
+        if shape.dtype == PACKED and name in NUMBERS:
+            head_dim, item_size_bytes = PACKED_ROW_BYTES, 1
+        elif shape.dtype and name in NUMBERS:
             item_size_bytes, typed = CONVERTIBLE[shape.dtype], {"element": shape.dtype}
             if shape.rounding != "nearest":
                 typed["rounding"] = shape.rounding
@@ -477,6 +557,11 @@ def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
     """Return engines that all state the type of their elements if one of them does, the model's where they do not."""
     if model.dtype not in CONVERTIBLE or not any(shape.dtype for shape in shapes):
         return [*shapes]
+    types = {shape.dtype for shape in shapes}
+    if PACKED in types and len(types) > 1:
+        raise ConfigError(
+            f"{PACKED} is not converted: both engines have it, or neither", types=sorted(types)
+        )
     return [msgspec.structs.replace(each, dtype=each.dtype or model.dtype) for each in shapes]
 
 

@@ -19,7 +19,7 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, has_cuda_driver, installed_version
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
+from kvconnector.bench.shapes import EngineShape, ModelShape, element_type, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_numbers
 from kvconnector.cli.console import (
     PATH,
@@ -31,7 +31,7 @@ from kvconnector.cli.console import (
     print_json,
 )
 from kvconnector.cli.doctor_rdma import network, rdma_places
-from kvconnector.cli.model_config import element_type, named_model
+from kvconnector.cli.model_config import named_model
 from kvconnector.cli.statuses import EXIT_FAULT
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys

@@ -12,7 +12,6 @@ which `model_defaults.json` has for each type. A type that is neither there nor 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.resources
 import json
@@ -27,7 +26,6 @@ import msgspec
 from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import LayerGroup, ModelShape, compressed_mla, parts_of_token
 from kvconnector.cache.specs import DType
-from kvconnector.cache.specs.spec import ITEM_SIZES_BYTES
 from kvconnector.errors import ConfigError
 from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.planning import Keeps
@@ -149,14 +147,6 @@ STATE_TYPES = {
     "nemotron_h": "mamba_ssm_cache_dtype",
 }
 """Fields that set the type of a recurrent state in vLLM, where it is not the model's."""
-SHORT_TYPES = {
-    **dict.fromkeys(("bf16", "torch.bfloat16", "auto"), "bfloat16"),
-    **dict.fromkeys(("fp16", "f16", "half", "torch.float16"), "float16"),
-    **dict.fromkeys(("fp32", "f32", "float", "torch.float32"), "float32"),
-    **dict.fromkeys(("fp8", "fp8_e4m3", "e4m3"), "float8_e4m3fn"),
-    **dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2"),
-}
-"""What engines call element types, and torch's names."""
 ALL_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "num_attention_groups")
 GEMMA_4 = ("gemma4", "gemma4_unified", "diffusion_gemma")
@@ -192,17 +182,6 @@ HARMLESS = re.compile(
     r"|linear_(?:a_log|dt_|allow_neg)|chunk_size$"
 )
 """Names of fields that look like it, and that do not change what is cached or are read where they do."""
-
-
-def element_type(text: str) -> str:
-    """Return an element type's name unchanged. Raises ConfigError: another one, with torch's name for a short one."""
-    if text in ITEM_SIZES_BYTES:
-        return text
-    short = SHORT_TYPES.get(text.lower()) or next(
-        iter(difflib.get_close_matches(text, list(ITEM_SIZES_BYTES), n=1)), None
-    )
-    hint = f"; did you mean {short!r}?" if short else ""
-    raise ConfigError(f"no such element type{hint}", given=text, known=[*ITEM_SIZES_BYTES])
 
 
 def named_model(name: str) -> ModelShape:
@@ -952,5 +931,6 @@ class _Config:
         if self._pattern == "irregular":
             raise self._refusal(UNNAMED, needed="layer_types")
         size = len(self._pattern)
-        self._used["layer_types"] = " ".join(self._pattern)
+        if {*self._pattern} - {*FULL_NAMES}:
+            self._used["layer_types"] = " ".join(self._pattern)
         return self._kinds_named([self._pattern[i % size] for i in layers], len(layers))

@@ -15,9 +15,12 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import (
     MODELS,
+    PACKED,
+    PACKED_ROW_BYTES,
     EngineShape,
     LayerGroup,
     ModelShape,
+    element_type,
     engine_geometry,
     with_types,
 )
@@ -29,7 +32,7 @@ from kvconnector.cli.console import (
     print_json,
     terminal,
 )
-from kvconnector.cli.model_config import TEMPORAL, element_type, named_model
+from kvconnector.cli.model_config import TEMPORAL, named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.cli.plan_report import Comparison, PlanReport, RankRow, ReadRow
 from kvconnector.config import ConnectorConfig
@@ -111,6 +114,10 @@ def plan(
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     shape = _asked_model(model, asked)
     prefill, decode = with_types(shape, prefill, decode)
+    if shape.is_sparse and (prefill.is_fp8 or decode.is_fp8):
+        size = shape.head_dim
+        note = f"fp8 latents have {size} bytes; for FlashMLA's, of {PACKED_ROW_BYTES}, give dtype={PACKED}"
+        shape = msgspec.structs.replace(shape, assumptions=(*shape.assumptions, note))
     report = build_report(
         shape,
         prefill,
@@ -147,7 +154,7 @@ def _asked_model(name: str | None, changes: dict[str, Any]) -> ModelShape:
     model = plain if name is None else named_model(name)
     if model.groups and changes:
         raise ConfigError(
-            "a model with several kinds of layers is planned from its config.json",
+            "a model with several kinds of layers is planned as it is: leave these options out",
             model=model.name,
             kinds=[group.kind for group in model.groups],
             given=sorted(changes),
@@ -267,7 +274,7 @@ def _rank_rows(
         layers = sorted({layer for group in held for layer in group.layers})
         # the heads are those of attention, if there is any: a state's are the units that tensor parallelism splits
         group = min(held, key=lambda each: _is_state(each.parts[-1]))
-        part = group.parts[0]
+        part = group.parts[-1] if _is_state(group.parts[-1]) else group.parts[0]
         holds = f"layers {_intervals(_runs(layers))}"
         heads = _intervals([(part.head_start, part.head_stop)])
         what = f"{'state' if _is_state(part) else 'heads'} {heads}"
@@ -296,18 +303,22 @@ def _rows(
         if not own.size:
             continue
         segments = [segment for segment in read.segments if segment.group == index]
+        # a state's heads are those of its last part; a convolution's inputs before it have channels
+        last = max(segment.family for segment in segments)
+        heads = [each for each in segments if each.family == last or group.keeps != "state"]
         stripes = {segment.stripe for segment in segments}
         yield ReadRow(
             consumer=consumer,
             producer=str(read.source),
             layers=_runs(sorted({layer for segment in segments for layer in segment.layers})),
-            heads=sorted({(each.head_start, each.head_stop) for each in segments}),
+            heads=sorted({(each.head_start, each.head_stop) for each in heads}),
             tokens=(tokens.start, tokens.stop),
             stripes=sorted((each.first, each.run, each.period) for each in stripes),
             chunks=len(own),
             largest_chunk_bytes=int(own.max()),
             bytes=int(own.sum()),
             kind=group.kind,
+            row_tokens=group.row_tokens,
             is_latent=group.parts[0][0].startswith(("latent", "index")),
         )
 
@@ -327,7 +338,8 @@ def _print(report: PlanReport) -> None:
         for each in model.groups
     )
     if model.num_draft_layers:
-        kinds += f"; {model.num_draft_layers} MTP, not counted"
+        layers = "layer" if model.num_draft_layers == 1 else "layers"
+        kinds += f"; {model.num_draft_layers} MTP {layers}, not counted"
     console = terminal()
     console.print(
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
@@ -366,7 +378,7 @@ def _print(report: PlanReport) -> None:
 
 
 def _tokens(row: ReadRow) -> str:
-    text = _intervals([row.tokens])
+    text = ("rows " if row.row_tokens > 1 else "") + _intervals([row.tokens])
     runs = [f"{run} of {period} from {first}" for first, run, period in row.stripes if run < period]
     return f"{text}: {', '.join(runs)}" if runs else text
 

@@ -13,7 +13,8 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     """The reads of one consumer rank from one producer rank, of layers of one `kind` if a model has several.
 
     Intervals are half open, layers and heads global; the heads of a state are the units that tensor parallelism splits;
-    a latent counts as one. A stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
+    a latent counts as one. With `row_tokens` above 1, `tokens` and `stripes` count rows of so many tokens. A stripe
+    `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
     """
 
     consumer: str
@@ -26,6 +27,7 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     largest_chunk_bytes: int
     bytes: int
     kind: str = ""
+    row_tokens: int = 1
     is_latent: bool = False
 
 

@@ -5,7 +5,7 @@ writes for each a list of `[layer, kind, extent, bytes]`, or the error's text. F
 configuration as transformers saves it again, or null if transformers has no class for it.
 
 There is neither a GPU nor an image library here, so a few things are not vLLM's own: modules that are not installed are
-empty, sparse attention takes the CPU's dense backend, the CPU's own limits on states are not applied, and the size and
+empty, sparse attention takes the CPU's dense backend, the CPU's own limits on types are not applied, and the size and
 number of this tensor parallel rank are set without other ranks. None of them is asked what a layer caches.
 """
 
@@ -176,18 +176,19 @@ def set_up(folder):
     backend_of = CpuPlatform.get_attn_backend_cls.__func__
 
     def dense_backend_of(cls, selected_backend, attn_selector_config, num_heads=None):
-        dense = attn_selector_config._replace(use_sparse=False)
+        dense = attn_selector_config._replace(use_sparse=False, kv_cache_dtype="auto")
         return backend_of(cls, selected_backend, dense, num_heads)
 
     CpuPlatform.get_attn_backend_cls = classmethod(dense_backend_of)
     check = CpuPlatform.check_and_update_config.__func__
 
     def check_all_but_states(cls, vllm_config):
-        """The CPU's kernels want recurrent states in float32, and no prefix cache of latents, unlike a GPU's."""
+        """The CPU's kernels want recurrent states in float32, and latents in bf16 without a prefix cache."""
         cache = vllm_config.cache_config
-        kept = cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching
+        kept = cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching, cache.cache_dtype
+        cache.cache_dtype = "auto"
         check(cls, vllm_config)
-        cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching = kept
+        cache.mamba_ssm_cache_dtype, cache.enable_prefix_caching, cache.cache_dtype = kept
 
     CpuPlatform.check_and_update_config = classmethod(check_all_but_states)
     torch.cuda.Stream = torch.cuda.Event = _Named("Absent")

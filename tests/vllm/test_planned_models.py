@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from kvconnector.bench.shapes import EngineShape, rank_geometry
+from kvconnector.bench.shapes import PACKED, EngineShape, rank_geometry
 from kvconnector.cli.model_config import read_model_config
 from kvconnector.ids import Rank
 from tests.support.model_configs import FAMILIES
@@ -26,6 +26,8 @@ SERVED = {
     "rank 7 of 8": {"tp": 8, "rank": 7},  # K and V of two heads are replicated
     "fp8": {"cache_dtype": "fp8"},
 }
+SPARSE = ("deepseek v3.2", "glm 5")
+"""Latents with an indexer beside them."""
 UNNUMBERED = ("falcon h1", "zamba 2")
 """Of these vLLM counts attentions and states in another order than layers."""
 
@@ -34,6 +36,8 @@ UNNUMBERED = ("falcon h1", "zamba 2")
 def vllms():
     """What vLLM's layers cache, by family and how it is served, and the configurations that transformers saves."""
     asked = {}
+    for family in SPARSE:
+        asked[f"{family}: packed"] = {"config": FAMILIES[family], "cache_dtype": PACKED}
     for family, config in FAMILIES.items():
         asked[f"{family}: saved"] = {"config": config, "is_saved": True}
         for served, more in SERVED.items():
@@ -65,7 +69,7 @@ def planned(config, folder, family, *, tp=1, rank=0, cache_dtype=""):
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     model = read_model_config(path)
-    dtype = "float8_e4m3fn" if cache_dtype else ""
+    dtype = {"fp8": "float8_e4m3fn"}.get(cache_dtype, cache_dtype)
     geometry = rank_geometry(model, EngineShape(tp=tp, dtype=dtype), Rank(0, rank))
     per_layer = 2 if config["model_type"] == "longcat_flash" else 1
     layers = sorted(
@@ -93,6 +97,13 @@ def test_the_plan_of_a_model_is_what_vllm_s_layers_cache(vllms, tmp_path, family
         pytest.skip("vLLM's Falcon keeps K and V in the model's type, whatever the cache's")
     expected = vllms.of(family, served)
     assert planned(FAMILIES[family], tmp_path, family, **SERVED[served]) == expected
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_packed_latents_are_planned_as_flashmla_stores_them(vllms, tmp_path, family):
+    expected = vllms.of(family, "packed")
+    assert planned(FAMILIES[family], tmp_path, family, cache_dtype=PACKED) == expected
+    assert sorted({nbytes for *_, nbytes in expected} - {132}) == [656]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

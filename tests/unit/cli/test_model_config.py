@@ -708,7 +708,7 @@ def test_latents_have_no_heads_and_draft_layers_are_named(capsys, tmp_path):
     assert nbytes == {"full attention": 61 * TOKENS * 576 * 2, "indexer": 61 * TOKENS * 132}
     text = planned(capsys, tmp_path, DEEPSEEK_V32).replace("\n", " ")
     assert text.count("latent") == 3  # the summary, and a row for each kind
-    assert "1 MTP, not counted" in text
+    assert "1 MTP layer, not counted" in text
 
 
 def test_a_model_of_several_kinds_is_planned_whole_or_refused(capsys, tmp_path):
@@ -998,3 +998,46 @@ def test_every_rank_holds_b_and_c_of_its_group_of_heads(capsys, tmp_path):
     report = json.loads(planned(capsys, tmp_path, GRANITE_4, *ranks))
     states = [row["bytes"] for row in report["reads"] if row["kind"] == "Mamba state"]
     assert states == [36 * ((3072 // 8 + 2 * 128) * 3 + 48 // 8 * 64 * 128) * 2] * 8
+
+
+def test_packed_latents_have_their_scales_and_rotary_keys_in_the_row(capsys, tmp_path):
+    packed = ("--prefill", "dtype=fp8_ds_mla", "--decode", "dtype=fp8_ds_mla", "--json")
+    report = json.loads(planned(capsys, tmp_path, DEEPSEEK_V32, *packed))
+    nbytes = {row["kind"]: row["bytes"] for row in report["reads"]}
+    assert nbytes == {"full attention": 61 * TOKENS * 656, "indexer": 61 * TOKENS * 132}
+    plain = planned(capsys, tmp_path, DEEPSEEK_V32, "--decode", "dtype=float8_e4m3fn")
+    words = "assumed: fp8 latents have 576 bytes; for FlashMLA's, of 656, give dtype=fp8_ds_mla"
+    assert words in plain.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "config, arguments, words",
+    [
+        (DEEPSEEK_V32, ["--decode", "dtype=fp8_ds_mla"], "is not converted: both engines"),
+        (
+            MISTRAL_7B,
+            ["--prefill", "dtype=fp8_ds_mla", "--decode", "dtype=fp8_ds_mla"],
+            "sparse attention only",
+        ),
+        (KIMI_LINEAR, ["--prefill", "tp=64", "--decode", "tp=64"], "choose a tp that divides"),
+        (GRANITE_4, ["--prefill", "tp=5", "--decode", "tp=5"], "choose a tp that divides"),
+        (MISTRAL_7B, ["--decode", "pp=33"], "more pipeline stages than its model has layers"),
+        (MISTRAL_7B, ["--decode", "dtype=fp8"], "did you mean 'float8_e4m3fn'?"),
+        (MISTRAL_7B, ["--decode", "block=0"], "block must be `int` >= 1"),
+        (DEEPSEEK_V32, ["--layers", "3"], "leave these options out"),
+    ],
+)
+def test_what_no_engine_does_is_refused_with_the_remedy(capsys, tmp_path, config, arguments, words):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--model", str(path), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_heads_of_a_state_and_the_rows_of_compressed_layers_are_shown(capsys, tmp_path):
+    """Not the channels of its convolution; and rows are no tokens."""
+    ranks = ("--prefill", "tp=4", "--decode", "tp=4", "--json")
+    report = json.loads(planned(capsys, tmp_path, KIMI_LINEAR, *ranks))
+    heads = [row["heads"] for row in report["reads"] if row["kind"].startswith("Kimi")]
+    assert heads == [[[0, 8]], [[8, 16]], [[16, 24]], [[24, 32]]]
+    assert "rows 0-4999" in planned(capsys, tmp_path, DEEPSEEK_V4)
