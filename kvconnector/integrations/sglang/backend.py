@@ -411,8 +411,8 @@ def _recomputation_of(
             {},
         )
     payload = req.build_rebootstrap_payload()
-    # an abort names the beginnings of ids
-    payload["rid"] = f"{req.rid}-{req.bootstrap_room}"
+    # it begins with the request's, since an abort names the beginnings of ids
+    payload["rid"] = f"{req.rid}-{next(queue.kv_manager.numbers)}"
     if req.lora_id is None:
         return "", payload
     adapter = _adapter_of(queue.scheduler, req)

@@ -2,9 +2,10 @@
 
 Theory: a decode engine compares what a prompt's cache depends on (`identity.Identity`), of which digests are made. To
 hash 1000 tokens takes about 10 us, 128,000 more than a millisecond, in which SGLang's scheduler would begin no step. So
-the digest of a long prompt, or of embeddings, is made by a thread of its own, from the moment at which its request is
-admitted: long before the prompt is computed. Hashing releases the interpreter's lock. One thread serves all requests in
-the order of their admission, and the scheduler waits for it only if a prompt is computed sooner than hashed.
+the digest of a long prompt is made by a thread of its own, from the moment at which its request is admitted: long
+before the prompt is computed. Hashing releases the interpreter's lock. One thread serves all requests in the order of
+their admission, and the scheduler waits for it only if a prompt is computed sooner than hashed. Embeddings, which come
+as lists of numbers, may take seconds: another thread hashes them, so that no prompt waits for them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ LONG_TOKENS = 4096
 
 
 class PromptIdentities:
-    """Makes the identities of one rank's prompts, until `close`. Its thread starts with the first long prompt."""
+    """Makes the identities of one rank's prompts, until `close`. Its threads start when they are needed."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kvconnector-digests")
+        self._slow_thread = ThreadPoolExecutor(1, "kvconnector-embeds")
 
     def begin(
         self,
@@ -46,11 +48,13 @@ class PromptIdentities:
         """
         if len(tokens) < LONG_TOKENS and embeds is None:
             return partial(identity_of, tokens, context)
-        return self._thread.submit(identity_of, tokens, context, embeds).result
+        thread = self._thread if embeds is None else self._slow_thread
+        return thread.submit(identity_of, tokens, context, embeds).result
 
     def close(self) -> None:
-        """Stop the thread. Identities that it has not begun are not made: asking for one raises `CancelledError`."""
-        self._thread.shutdown(cancel_futures=True)
+        """Stop the threads. What they have not begun is not made: asking for it raises `CancelledError`."""
+        for thread in (self._thread, self._slow_thread):
+            thread.shutdown(cancel_futures=True)
 
 
 def identity_of(

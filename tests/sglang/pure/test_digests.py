@@ -59,6 +59,14 @@ def test_a_prompt_that_nobody_asks_about_holds_up_no_other(digests):
     assert own.tokens_digest == digest_of(range(1, 1 + LONG_TOKENS))
 
 
+def test_no_prompt_waits_for_embeddings(digests):
+    slow = Slow([[0.5]] * 3)
+    embedded = digests.begin([1, 1, 1], {}, slow)
+    assert digests.begin(range(LONG_TOKENS), {})().num_tokens == LONG_TOKENS
+    slow.may_begin.set()
+    assert embedded().context.keys() == {"embeds"}
+
+
 def test_tokens_in_the_place_of_media_do_not_count_and_all_others_do(digests):
     """Two servers may put other ones there; that the media are the same, their names in the context say."""
     prompt = array("q", [5, FIRST_MEDIA_TOKEN + 7, FIRST_MEDIA_TOKEN + (1 << 62), 6])
