@@ -68,7 +68,9 @@ def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPo
 
 
 def _check_name(host: str) -> None:
-    """Refuse what no name server would be asked for, which would fail only when a connection's time is up."""
+    """Refuse names for which no name server would be asked; otherwise they would fail only when the connection times
+    out.
+    """
     if len(host.removesuffix(".")) > _MAX_NAME:
         raise ConfigError(
             f"host of a control address has more than {_MAX_NAME} characters",

@@ -62,4 +62,4 @@ class ControlLimits:
     """A connection is lost after this long without any answer of the peer's host, in seconds. The kernel probes idle
     connections in whole seconds, so that it takes up to a quarter of this longer, and at least two seconds."""
     linger_s: float
-    """How long `disconnect` and `close` go on delivering messages sent before, in seconds. May be 0."""
+    """How long `disconnect` and `close` continue to deliver messages sent before, in seconds. May be 0."""

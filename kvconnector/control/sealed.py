@@ -2,8 +2,8 @@
 
 An `Inbox` is one direction of a link. The receiver chooses it, and sends it to the peer over an authenticated
 connection. A frame is a MAC (keyed BLAKE2b) of inbox, number and payload, the message's number in its inbox, and the
-payload, in the clear. So the receiver refuses messages that others made, changed, repeated or moved, and notices a
-missing one when the next one comes.
+payload, in the clear. So the receiver refuses messages that were forged, changed, repeated or moved, and notices a
+missing message when the next one arrives.
 """
 
 from __future__ import annotations

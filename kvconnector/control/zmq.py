@@ -51,7 +51,7 @@ from kvconnector.control.zmq_sockets import cannot_open, milliseconds
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
 NUM_DESCRIPTORS = 16
-"""More than a channel needs before any connection."""
+"""More than a channel needs before its first connection."""
 MAX_SOCKETS = 1 << 14
 """Three sockets per outgoing connection. File descriptors, of which a connection takes five, run out first."""
 _INCOMING = PeerHandle(0)
@@ -107,7 +107,7 @@ class ControlChannel:
         self._have_sent: dict[PeerHandle, None] = {}
         """Connections that have sent since: a socket's descriptor does not show messages that came meanwhile."""
         self._owners: dict[int, PeerHandle] = {}
-        """Whose socket each descriptor is of."""
+        """The connection whose socket each descriptor belongs to."""
         self._looked_up: deque[PeerHandle] = deque()
         """Connections whose host was looked up. The look-up's thread appends, and wakes `poll`."""
         self._deadlines: Agenda[OutgoingConnection] = Agenda()
@@ -284,7 +284,7 @@ class ControlChannel:
             raise TransportError("control channel is closed", address=self.address)
 
     def _note_looked_up(self, handle: PeerHandle) -> None:
-        """Let `poll` look at a connection whose host was looked up; for the look-up's thread."""
+        """Let `poll` look at a connection whose host name was looked up. Called by the look-up's thread."""
         self._looked_up.append(handle)
         self.wake()
 

@@ -80,7 +80,7 @@ class IncomingConnections:
         self._ending: list[_Peer] = []
         """Connections whose loss `receive` reports once nothing is left to read."""
         self.is_settled = False
-        """The last `receive` found all that there was."""
+        """The last `receive` returned everything that there was."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         self.authorizer: Authorizer | None = None
         with ExitStack() as opened:
@@ -88,8 +88,8 @@ class IncomingConnections:
                 self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
                 opened.callback(self.socket.close, linger=0)
                 configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
-                # Messages have any length, so few are read ahead for each connection: as many as one turn takes of
-                # all. The others stay with their sender.
+                # Messages have any length, so only few are read ahead for each connection: as many as one turn takes
+                # from all. The others stay with their sender.
                 ahead = min(limits.max_queued_messages, limits.max_messages_per_turn)
                 self.socket.setsockopt(zmq.RCVHWM, ahead)
                 self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))

@@ -40,8 +40,8 @@ _EVENTS = (
     | zmq.Event.DISCONNECTED
     | zmq.Event.CONNECT_RETRIED
 )
-# libzmq would reconnect by itself after this time; the connection is closed long before. Switching reconnection off
-# instead makes libzmq drop messages that arrived before the loss.
+# libzmq would reconnect after this time, but the connection is closed long before. Switching reconnection off instead
+# makes libzmq drop messages that arrived before the loss.
 _RECONNECT_NEVER_MS = 24 * 3600 * 1000
 _CLOSED_IN_HANDSHAKE = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE
 """A peer that cannot decrypt our handshake closes without a reason, and so does a process that dies."""
@@ -51,8 +51,9 @@ SHORT_MESSAGE_BYTES = 64 << 10
 
 
 def _missing_route(target: HostPort) -> str:
-    """Return the system's words if it knows no way to an address, which libzmq does not report; else "". This begins
-    another connection and never blocks, so it finds what is known at once, not that a router or a neighbour is silent.
+    """Return the system's error text if it has no route to an address, which libzmq does not report; otherwise "". This
+    begins another connection and never blocks, so it finds what is known at once, not that a router or a neighbour is
+    silent.
     """
     family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as s:
@@ -111,7 +112,7 @@ class OutgoingConnection:
         self.error: KVConnectorError | None = None
         self.finished = False
         self.is_settled = False
-        """The last `receive` found all that there was."""
+        """The last `receive` returned everything that there was."""
         self.address = str(target)
         self._target = target
         self._probe: _Probe | None = None

@@ -74,8 +74,9 @@ def encode(message: m.Message, version: int | None = None) -> bytes:
 
 
 def _of_version(message: m.Message, version: int) -> m.Message:
-    """Return a message without what releases of an older version would misread. If these know nothing that says the
-    same, this is the place for an `IncompatiblePeerError`: it fails only the request whose message it is.
+    """Return a message without the parts that releases of an older version would misread. If the older form cannot
+    express the message, this is the place to raise an `IncompatiblePeerError`, which fails only the request whose
+    message it is.
     """
     if (
         version < RECLAIMED_SINCE
@@ -94,13 +95,13 @@ def encode_batch(payloads: Sequence[bytes], version: int | None = None) -> bytes
 
 
 def version_of(payload: bytes) -> int:
-    """Return the version to answer a message in: its own, or the oldest where it is none of ours."""
+    """Return the version in which to answer a message: its own, or the oldest one if we do not speak its own."""
     found = _ENVELOPE.unpack_from(payload)[1] if len(payload) >= _ENVELOPE.size else None
     return found if found in versions.SPOKEN else versions.SPOKEN.oldest
 
 
 def split_batch(payload: bytes) -> tuple[bytes, ...]:
-    """Return the encoded messages of the batch in `payload`, or that itself if it holds another message.
+    """Return the encoded messages of the batch in `payload`, or `payload` itself if it is not a batch.
 
     Raises:
         IncompatiblePeerError, RemoteProtocolError: it is a batch that `decode` does not take, or that holds a batch.
@@ -131,9 +132,9 @@ def decode(payload: bytes) -> m.Message:
     """Return the message in `payload`.
 
     Raises:
-        IncompatiblePeerError: it is of a wire version that is not spoken here, and of no `FIXED` kind.
-        RemoteProtocolError: anything else that is no valid message: garbage, truncated, wrong types, values out of
-            range, an impossible geometry.
+        IncompatiblePeerError: it has a wire version that is not spoken here, and its kind is not one of `FIXED`.
+            RemoteProtocolError: it is not a valid message for another reason: garbage, truncated, wrong types, values
+            out of range, an impossible geometry.
     """
     if len(payload) < _ENVELOPE.size:
         raise RemoteProtocolError("a message is shorter than its envelope", nbytes=len(payload))
@@ -149,7 +150,7 @@ def decode(payload: bytes) -> m.Message:
         raise RemoteProtocolError("unknown message kind", kind=kind)
     try:
         return decoder.decode(memoryview(payload)[_ENVELOPE.size :])
-    # UnicodeDecodeError: text that is no UTF-8; RecursionError: arrays nested too deeply to be skipped
+    # UnicodeDecodeError: text that is not UTF-8; RecursionError: arrays nested too deeply to be skipped
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(
             f"malformed {KINDS[kind].__name__}: {error}", nbytes=len(payload)

@@ -2,7 +2,7 @@
 
 Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Read`,
 `CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others. Messages that a side
-sends at one time may travel as a `Batch`.
+sends at the same time may be sent as one `Batch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_TEXT = 4096
-"""The most characters of a reason. The sender cuts a longer one. The `statement` of an error has only these."""
+"""The most characters of a reason. The sender cuts longer ones off."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=PRINTED)]
 TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
@@ -60,10 +60,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler for its workers, with `any_engine` whatever its name is. `ranks` are the indices,
-    among `world_size` ranks, whose addresses are requested, None for all; the answer may have more. The asking engine
-    speaks the wire versions from `oldest_version` to `newest_version`, and takes answers of `max_message_bytes`, 0 if
-    not stated.
+    """Asks an engine's scheduler for its workers; with `any_engine`, no matter what the engine's name is. `ranks` are
+    the indices, among `world_size` ranks, whose addresses are requested, None for all; the answer may have more. The
+    asking engine speaks the wire versions from `oldest_version` to `newest_version`, and takes answers of
+    `max_message_bytes`, 0 if not stated.
     """
 
     engine_id: Id
@@ -100,14 +100,14 @@ class Directory(Message, frozen=True, kw_only=True):
 
 
 class DirectoryRefused(Message, frozen=True, kw_only=True):
-    """The directory service does not answer a request: it serves another engine, takes no such message, or failed."""
+    """The directory service refuses a request: it serves another engine, does not accept such a message, or failed."""
 
     refusal: Refusal
     text: Text
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where messages to the sender may travel over UCX, and the key that seals them: see `control.sealed`."""
+    """The address for messages to the sender over UCX, and the key that seals them: see `control.sealed`."""
 
     inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -162,8 +162,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
 
 def stated_timeout_ms(seconds: float) -> int:
-    """Return a timeout as greetings state it: at least 1, since 0 means that none is stated. Settings are at most 10^6
-    seconds, which a greeting can carry.
+    """Return a timeout as greetings state it: at least 1, because 0 means that none is stated. Settings are at most
+    10^6 seconds, which fits into a greeting.
     """
     return max(int(seconds * 1000), 1)
 
@@ -226,7 +226,7 @@ class TransferKey(Message, frozen=True, kw_only=True):
 
 
 class Done(TransferKey, frozen=True, kw_only=True):
-    """This consumer rank has all that it needs of the transfer, read or not."""
+    """This consumer rank has everything that it needs of the transfer, whether it has read it or not."""
 
 
 class Abort(TransferKey, frozen=True, kw_only=True):
@@ -234,8 +234,9 @@ class Abort(TransferKey, frozen=True, kw_only=True):
 
 
 class Follow(TransferKey, frozen=True, kw_only=True):
-    """An entry of a heartbeat: the consumer follows a prompt, and has had no report on it yet. The producer answers
-    with a `Progress` as soon as it knows the transfer, and sends another whenever more of the prompt is computed.
+    """An entry of a heartbeat: the consumer follows a prompt, and has received no report on it yet. The producer
+    answers with a `Progress` as soon as it knows the transfer, and sends another whenever more of the prompt is
+    computed.
     """
 
 
@@ -258,8 +259,8 @@ class Progress(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The consumer lives, and still wants the transfers that it names: their leases are renewed. It names each of them
-    once per interval, in as many heartbeats as that takes. `number` counts a link's heartbeats from 1; 0 means not
+    """The consumer is alive, and still wants the transfers that it names: their leases are renewed. It names each of
+    them once per interval, in as many heartbeats as that takes. `number` counts a link's heartbeats from 1; 0 means not
     numbered. `maps_pools`: the consumer has opened the producer's export, which it closes before it disconnects, or it
     may be about to, as its greeting is not answered yet.
     """
@@ -279,7 +280,7 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):
-    """The producer lives, and has received this heartbeat."""
+    """The producer is alive, and has received this heartbeat."""
 
     number: Index = 0
 

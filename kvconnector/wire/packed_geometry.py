@@ -1,4 +1,4 @@
-"""An engine's geometry as it travels: equal holdings of ranks are sent once."""
+"""An engine's geometry in the form in which it is sent: equal holdings of ranks are sent once."""
 
 from __future__ import annotations
 
