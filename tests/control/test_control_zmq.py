@@ -33,6 +33,7 @@ from tests.support.control_suite import (
     STEP_S,
     LinkEnd,
     Recorder,
+    greeted,
     new_keys,
     small_limits,
 )
@@ -709,20 +710,9 @@ def test_whoever_opened_a_connection_is_known_by_its_key_or_by_its_host(uses_key
 @pytest.mark.parametrize("stated", [b"another", b"\xce", OURS.public_key.encode()])
 def test_what_a_peer_without_keys_says_of_itself_does_not_count(stated):
     """ZMTP's metadata may have any bytes, and the names that libzmq itself uses."""
-    names = b"User-Id", b"Peer-Address", b"Socket-Type"
-    values = stated, b"192.0.2.1", b"DEALER"
-    ready = b"\x05READY" + b"".join(
-        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
-        for name, value in zip(names, values, strict=True)
-    )
-    with channels(None) as (far,), socket.socket() as stranger:
-        stranger.connect(parse_address(far.address))
-        stranger.settimeout(DEADLINE_S)
-        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16 + 32))
-        stranger.sendall(b"\x04" + bytes([len(ready)]) + ready)
-        greeting = b""
-        while b"Identity" not in greeting:  # the end of libzmq's
-            greeting += stranger.recv(1000)
+    with channels(None) as (far,), ExitStack() as ends:
+        properties = (b"User-Id", stated), (b"Peer-Address", b"192.0.2.1")
+        stranger = ends.enter_context(greeted(parse_address(far.address), *properties))
         stranger.sendall(b"\x00\x05hello")
         recorder = Recorder(far)
         recorder.wait_payloads(far, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvconnector.control.address import parse_address
 from tests.control.test_control_zmq import open_channel
-from tests.support.control_suite import Recorder, new_keys, small_limits
+from tests.support.control_suite import Recorder, greeted, new_keys, small_limits
 
 ROUNDS = 4
 CONNECTIONS = 150
@@ -76,4 +76,25 @@ def test_junk_connections_leave_nothing_behind():
             if number == 0:
                 grown = resident_bytes()
         assert resident_bytes() - grown < MEMORY_BYTES
+        serve(recorder, near, far, handle)
+
+
+def test_strangers_that_state_one_identity_leave_nothing_behind():
+    """A good client states none. Libzmq would ignore the second connection of an identity, but keep what it sent."""
+    message = b"\x02" + (50_000).to_bytes(8, "big") + bytes(50_000)
+    with opened(None) as near, opened(None) as far:
+        recorder = Recorder(near, far)
+        handle, _ = recorder.link(near, far)
+        target = parse_address(far.address)
+        before_fds = grown = 0
+        for number in range(100):
+            with contextlib.ExitStack() as exits:
+                for _ in range(10):
+                    stranger = exits.enter_context(greeted(target, (b"Identity", b"same")))
+                    stranger.sendall(message)
+                serve(recorder, near, far, handle)
+            if number == 9:
+                before_fds, grown = num_fds(), resident_bytes()
+        recorder.until(lambda: num_fds() <= before_fds)
+        assert resident_bytes() - grown < MEMORY_BYTES // 2
         serve(recorder, near, far, handle)

@@ -6,6 +6,7 @@ Nothing here sleeps and hopes: every wait polls the channels until a condition h
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -52,6 +53,21 @@ def new_keys(*also_authorized):
     """Make a key pair, which trusts itself and others."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return CurveKeys.from_values(secret_key=secret, authorized_clients=[public, *also_authorized])
+
+
+def greeted(target, *properties):
+    """Return a plain connection to a channel without keys. Libzmq has greeted it; it has stated these properties."""
+    ready = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+        for name, value in ((b"Socket-Type", b"DEALER"), *properties)
+    )
+    stranger = socket.create_connection((target.host, target.port), 5.0)
+    stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16 + 32))
+    stranger.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    answer = b""
+    while b"Identity" not in answer:  # the end of libzmq's
+        answer += stranger.recv(1000)
+    return stranger
 
 
 class Recorder:

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import struct
 import warnings
 from contextlib import ExitStack, closing
@@ -22,12 +21,11 @@ from kvconnector.runtime.channels import open_directory_control
 from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
+from tests.support.control_suite import greeted
 from tests.support.inproc_control import ControlHub, InprocControlChannel
 from tests.support.waiting import DEADLINE_S, until
 from tests.unit.session import harness
 
-ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-ZMTP_READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ENTRY = harness.directory().workers[0]
 SIZES = st.integers(1, 3 * MAX_UNASKED)
 
@@ -162,13 +160,7 @@ def test_a_stranger_that_reads_no_answers_is_given_up_after_a_few():
             answered += 1
 
         control.send = counted
-        place = parse_address(control.address)
-        stranger = ends.enter_context(socket.create_connection((place.host, place.port)))
-        stranger.sendall(ZMTP_GREETING + ZMTP_READY)
-        stranger.settimeout(DEADLINE_S)
-        greeting = b""
-        while b"Identity" not in greeting:  # the end of libzmq's
-            greeting += stranger.recv(1000)
+        stranger = ends.enter_context(greeted(parse_address(control.address)))
         stranger.sendall(400 * (struct.pack(">BQ", 2, len(question)) + question))
         until(lambda: failures, lambda: service.turn(0.01), lambda: answered)
         assert isinstance(failures[0], PeerLostError)
