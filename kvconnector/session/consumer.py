@@ -18,8 +18,8 @@ from kvconnector.config import PeerConfig
 from kvconnector.errors import (
     KVConnectorError,
     LocalError,
+    OtherPromptError,
     PeerLostError,
-    RemoteProtocolError,
     TransferAbortedError,
     UnknownRequestError,
 )
@@ -228,7 +228,7 @@ class ConsumerSession:
         try:
             reads = load.take_ready(engine.routes, links, chunk_bytes=engine.chunk_bytes)
             if not reads and load.is_complete(links) and not load.is_read:
-                raise RemoteProtocolError("the producer has fewer tokens than the load asks for")
+                raise OtherPromptError("the prefill engine computed a shorter prompt")
         except KVConnectorError as error:
             self._close(load, error, now)
             return

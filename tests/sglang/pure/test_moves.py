@@ -204,3 +204,15 @@ def test_another_prompt_is_refused(*, computed, theirs, own, ours, differs):
         else:
             assert {*stages} == {Stage.DONE}
             pair.check(DECODE_PAGES, 3)
+
+
+def test_a_shorter_prompt_than_the_requests_is_another_one():
+    """Whatever its tokens are: the prefill engine has no more of it to read."""
+    with closing(Pair(Model())) as pair:
+        sent, wanted = pair.send(83), pair.want(83)
+        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        pair.load(wanted, DECODE_PAGES, 5)
+        stages = pair.until_over(*sent, *wanted)
+        assert {*stages[-len(wanted) :]} == {Stage.FAILED}
+        with pytest.raises(OtherPromptError, match="shorter"):
+            wanted[0].failure_exception()

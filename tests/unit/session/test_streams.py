@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from kvconnector.errors import (
     LeaseExpiredError,
+    OtherPromptError,
     PeerLostError,
     RemoteProtocolError,
     TransferAbortedError,
@@ -333,7 +334,7 @@ def test_a_prompt_shorter_than_its_load_fails_it():
     side, (link,) = _following()
     (started,) = harness.of(side.receive(link, _report(8, is_complete=True)), "start_receive")
     (ended,) = harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")
-    assert isinstance(ended.error, RemoteProtocolError)
+    assert isinstance(ended.error, OtherPromptError)
     assert ended.load.filled_tokens == 8
 
 
