@@ -173,6 +173,14 @@ def _engine(
         f"{model.model}, {model.dtype}, {model.num_layers} layers; tp {theirs.tp_size}, pp {theirs.pp_size};"
         f" {'; '.join(groups)}",
     )
+    if model.position_encodings:
+        texts = (f"{kind} {text}".strip() for kind, text in model.position_encodings)
+        yield Finding("positions", "ok", ", ".join(texts))
+    if model.revision:
+        yield Finding("revision", "ok", model.revision)
+    if model.config:
+        fields = ", ".join(f"{name} {value}" for name, value in model.config)
+        yield Finding("config", "ok", fields)
     if directory.stream != config.stream:
         side = "here" if config.stream else "there"
         yield Finding(
@@ -197,7 +205,10 @@ def _differences(
         for name, values in error.context.items():
             if isinstance(values, dict):
                 here, there = values[ours.engine_id], values[theirs.engine_id]
-                yield Finding(name.replace("_", " "), "FAIL", f"{here} here, {there} there")
+                # names of a configuration's fields and of a repository are the reader's own
+                is_own = name.startswith("config.") or " of " in name
+                subject = name if is_own else name.replace("_", " ")
+                yield Finding(subject, "FAIL", f"{here} here, {there} there")
             elif name not in ("engine", "peer"):
                 yield Finding("tokens", "FAIL", f"{error.message}: {name} {values}")
         for index in range(ours.num_common(theirs)):

@@ -7,6 +7,7 @@ a recurrent state a *head* is whatever the engine splits: channels, or state hea
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, NoReturn, TypeAlias
@@ -15,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import GeometryError, require_at_least
-from kvconnector.ids import Rank
+from kvconnector.ids import PRINTED, Rank
 from kvconnector.layout import ContextParallel
 from kvconnector.layout.watermark import MAX_LAYERS
 
@@ -31,6 +32,11 @@ REPLICAS_BY_INDEX = 1
 """The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
 MAX_ELEMENT_LENGTH = 32
 """The most characters that the name of an element type may have."""
+MAX_PAIRS = 64
+Stated: TypeAlias = Annotated[str, Meta(max_length=2048, pattern=PRINTED)]
+"""Text about a model that an engine states, and a peer's error shows."""
+Pairs: TypeAlias = Annotated[tuple[tuple[Stated, Stated], ...], Meta(max_length=MAX_PAIRS)]
+_COMMIT = re.compile("[0-9a-f]{40}")
 _DIGEST_BYTES = 8
 
 
@@ -212,13 +218,48 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return Rank(self.pp_rank, self.tp_rank)
 
 
-class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Values, not shapes, on which two engines must agree: the weights that wrote the cache, and its number format."""
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Values, not shapes, on which two engines must agree: the weights that wrote the cache, and its number format.
+
+    What is left empty is not stated, as by engines of earlier releases, and agrees with everything.
+
+    Args:
+        model: The model's name.
+        dtype: The name of the type of the elements.
+        num_layers: Layers of the whole model.
+        quantization: Of the weights.
+        position_encodings: For each kind of layers its name, and the encoding and its parameters in a form that is the
+            same for all engines. A single one, without a name, is that of all layers, or of those of a kind that the
+            engine does not tell apart: it is compared with a single one alone.
+        revision: `REPOSITORY@COMMIT`, or `REPOSITORY@REVISION` if the commit is not known. Two engines are compared
+            only if both name one repository, and both a commit or neither one.
+        config: Names and values of other fields of the model's configuration that change numbers but no shape. One that
+            a single engine states is not compared.
+    """
 
     model: str
     dtype: str
     num_layers: int
     quantization: str = ""
+    position_encodings: Pairs = ()
+    revision: Stated = ""
+    config: Pairs = ()
+
+    def stated(self) -> dict[str, object]:
+        """Return the values that are stated, by the names that errors call them. Equal names are compared."""
+        values: dict[str, object] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "num_layers": self.num_layers,
+            "quantization": self.quantization,
+        }
+        for kind, text in self.position_encodings:
+            values[f"position_encoding of {kind}" if kind else "position_encoding"] = text
+        repository, _, revision = self.revision.rpartition("@")
+        if repository:
+            is_commit = _COMMIT.fullmatch(revision)
+            values[f"{'' if is_commit else 'requested '}revision of {repository}"] = revision
+        return values | {f"config.{name}": value for name, value in self.config}
 
 
 _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]]
@@ -347,12 +388,11 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def agreed_values(engine: EngineGeometry, num_groups: int) -> dict[str, object]:
     """Return all values of an engine on which it must agree with one that has its first `num_groups` cache groups, by
-    name. With several groups a name ends with the group's. Scales that an engine does not state are left out: it may
-    be of an earlier release.
+    name. With several groups a name ends with the group's. Scales and other values that an engine does not state are
+    left out: it may be of an earlier release.
     """
-    model = msgspec.structs.asdict(engine.model)
     needed = max(num_groups, engine.num_required)
-    values = {**model, "verify": engine.verify, "cache_groups": needed}
+    values = {**engine.model.stated(), "verify": engine.verify, "cache_groups": needed}
     # the ranks of a stage hold the same layers
     stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
     for index, parts in enumerate(parts_of(engine.ranks[0])[:num_groups]):

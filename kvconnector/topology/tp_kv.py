@@ -546,9 +546,16 @@ def _names(ours: EngineGeometry, theirs: EngineGeometry) -> tuple[str, str]:
 
 
 def _reason(differing: Mapping[str, Mapping[str, object]]) -> str:
-    """Return what the names of parts tell about the cause, as the end of a sentence; "" if they tell nothing."""
+    """Return what the names of values tell about the cause, as the end of a sentence; "" if they tell nothing."""
     for name, values in differing.items():
         one, other = values.values()
+        if name.startswith(("position_encoding", "config.")):
+            return (
+                "; keys and values depend on this: both engines need the same config.json and the same --hf-overrides"
+                " (vLLM) or --json-model-override-args (SGLang)"
+            )
+        if "revision of " in name:
+            return "; start both engines with the same --revision, or from the same files"
         for whole, planes in ((one, other), (other, one)):
             is_split = isinstance(planes, tuple) and any(
                 f"{part}".endswith("-scales") for part in planes

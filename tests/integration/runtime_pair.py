@@ -2,6 +2,7 @@
 
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 
 from kvconnector.config import ConnectorConfig
@@ -40,7 +41,7 @@ def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
 
 class Engine:
     """Workers and scheduler halves of one engine in this process. `shape` is of `shape_of`, `place` of
-    `GpuCaches.move`.
+    `GpuCaches.move`, `stated` are fields of its `ModelDescription`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Engine:
         shape=MappingProxyType({}),
         device="cpu",
         place=None,
+        stated=MappingProxyType({}),
         **settings,
     ):
         self.shape = shape = shape_of(engine_id, **shape)
@@ -66,7 +68,8 @@ class Engine:
         self.scheduler = None
         try:
             for caches in self.caches:
-                rank, model = caches.rank.rank, shape.model.description()
+                rank = caches.rank.rank
+                model = msgspec.structs.replace(shape.model.description(), **stated)
                 worker = Worker(self.config, rank=rank, model=model)
                 self.workers.append(worker)
                 worker.register(caches.groups())

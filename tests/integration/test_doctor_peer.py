@@ -68,6 +68,25 @@ def test_an_engine_that_fits_is_described_rank_by_rank_while_its_requests_go_on(
     assert found["bandwidth"]["figures"]["bytes_per_second"] > 0
 
 
+def test_what_an_engine_states_of_its_model_is_shown(doctor):
+    encoding = "yarn(rope_theta=1000000, factor=4)"
+    kinds = (("full", encoding), ("window", "default(rope_theta=1)"))
+    stated = {
+        "position_encodings": kinds,
+        "revision": "org/m@v1",
+        "config": (("scale_emb", "2"),),
+    }
+    with closing(_engine("stating", stated=stated)) as engine:
+        found = doctor("--peer", _address(engine))
+    shown = {name: found[name]["text"] for name in ("positions", "revision", "config")}
+    assert shown == {
+        "positions": f"full {encoding}, window {kinds[1][1]}",
+        "revision": "org/m@v1",
+        "config": "scale_emb 2",
+    }
+    assert {finding["verdict"] for finding in found.values()} == {"ok"}
+
+
 def test_an_sglang_servers_registry_names_its_engines(p, doctor):
     address = parse_address(p.scheduler.address)
     row = dict.fromkeys(("attn_tp_size", "attn_dp_size", "pp_size", "system_dp_size"), 1)

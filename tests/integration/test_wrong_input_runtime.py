@@ -1,5 +1,7 @@
 """Wrong input, over real UCX and ZMQ: the bad request gets a clear error, and a good one beside it completes."""
 
+from contextlib import closing
+
 import pytest
 
 from tests.integration.runtime_pair import Engine, arrives, same, until
@@ -51,6 +53,40 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     assert error in d.failed[name]
     p.scheduler.abort(name)
     until(lambda: name in p.sent, p)
+
+
+@pytest.mark.parametrize(
+    "stated,is_refused",
+    [
+        ({"position_encodings": (("", "default(rope_theta=10000)"),)}, True),
+        ({"revision": f"org/m@{'f' * 40}"}, True),
+        ({"config": (("rms_norm_eps", "1e-06"),)}, True),
+        ({"config": (("scale_emb", "2"),)}, False),  # the other engine says nothing of it
+        ({}, False),  # as a release that states nothing
+    ],
+)
+@pytest.mark.parametrize("is_reader", [True, False])
+def test_caches_of_other_numbers_are_not_read(stated, is_refused, is_reader):
+    """Whichever side states what, bytes of one shape are not loaded if both know that they mean something else."""
+    full = {"position_encodings": (("", "yarn(rope_theta=10000, factor=4)"),)}
+    full |= {"revision": f"org/m@{'0' * 40}", "config": (("rms_norm_eps", "1e-05"),)}
+    ours, theirs = (stated, full) if is_reader else (full, stated)
+    with (
+        closing(Engine("p", "producer", stated=theirs)) as p,
+        closing(Engine("d", "consumer", seed=1, stated=ours)) as d,
+    ):
+        if not is_refused:
+            assert arrives(p, d, "r", [10, 11], [20, 21])
+            return
+        d.load("r", p.offer("r", [1, 2], 30), [5, 6], 32)
+        until(lambda: "r" in d.received, d, p)
+        (field,) = stated
+        assert d.failed["r"].startswith("IncompatiblePeerError: the engines cannot exchange blocks")
+        for value in (full[field], stated[field]):
+            assert (value if isinstance(value, str) else value[0][1]).removeprefix(
+                "org/m@"
+            ) in d.failed["r"]
+        assert "--revision" in d.failed["r"] or "--hf-overrides" in d.failed["r"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
@@ -141,6 +142,83 @@ def test_engines_of_other_models_are_incompatible():
             topology(ours).check_compatible(theirs)
         named = refused.value.context[name]
         assert named["ours"] != named["theirs"]
+
+
+YARN = "yarn(rope_theta=1000000, factor=4, original_max_position_embeddings=32768)"
+PLAIN = "default(rope_theta=1000000)"
+COMMITS = ("0" * 40, "f" * 40)
+
+
+@pytest.mark.parametrize(
+    "field,values,name",
+    [
+        ("position_encodings", ((("", YARN),), (("", PLAIN),)), "position_encoding"),
+        (
+            "position_encodings",
+            ((("a", PLAIN), ("b", YARN)), (("a", PLAIN), ("b", PLAIN))),
+            "position_encoding of b",
+        ),
+        ("revision", tuple(f"org/m@{each}" for each in COMMITS), "revision of org/m"),
+        ("revision", ("org/m@main", "org/m@v1"), "requested revision of org/m"),
+        (
+            "config",
+            ((("rms_norm_eps", "1e-05"),), (("a", "1"), ("rms_norm_eps", "1e-06"))),
+            "config.rms_norm_eps",
+        ),
+    ],
+)
+def test_values_of_a_model_that_both_state_are_compared(field, values, name):
+    ours, theirs = (
+        relisted(
+            engine(),
+            engine().ranks,
+            engine_id=side,
+            model=replace(engine().model, **{field: value}),
+        )
+        for side, value in zip(("ours", "theirs"), values, strict=True)
+    )
+    with pytest.raises(IncompatiblePeerError, match=rf"differ in {name}; .*--") as refused:
+        topology(ours).check_compatible(theirs)
+    shown = refused.value.context[name]
+    assert shown["ours"] != shown["theirs"]
+    if field == "revision":
+        assert f"{values[0]}".endswith(shown["ours"])
+    unstated = relisted(engine(), engine().ranks, engine_id="earlier")
+    for same in (ours, unstated):
+        other = relisted(same, same.ranks, engine_id="other")
+        topology(ours).check_compatible(other)
+        topology(other).check_compatible(ours)
+
+
+def test_layers_that_one_engine_does_not_tell_apart_are_not_compared():
+    model = engine().model
+    kinds = (("full_attention", YARN), ("sliding_attention", PLAIN))
+    ours, theirs = (
+        relisted(
+            engine(), engine().ranks, engine_id=name, model=replace(model, position_encodings=each)
+        )
+        for name, each in (("ours", kinds), ("theirs", (("", PLAIN),)))
+    )
+    topology(ours).check_compatible(theirs)
+    topology(theirs).check_compatible(ours)
+
+
+@pytest.mark.parametrize(
+    "revisions",
+    [
+        (f"org/m@{COMMITS[0]}", "org/m@main"),  # they may be the same
+        (f"org/m@{COMMITS[0]}", f"org/m-FP8@{COMMITS[1]}"),  # as of two quantisations
+        (f"org/m@{COMMITS[0]}", ""),  # a local path
+    ],
+)
+def test_revisions_that_say_nothing_of_each_other_are_not_compared(revisions):
+    model = engine().model
+    ours, theirs = (
+        relisted(engine(), engine().ranks, engine_id=each, model=replace(model, revision=each))
+        for each in revisions
+    )
+    topology(ours).check_compatible(theirs)
+    topology(theirs).check_compatible(ours)
 
 
 def with_parts(engine, *parts):

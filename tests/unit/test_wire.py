@@ -84,6 +84,47 @@ def test_control_characters_are_refused(name, field, character):
             decode(travelling(message, **{field: text}))
 
 
+class EarlierModel(msgspec.Struct, frozen=True, kw_only=True):
+    """`ModelDescription` of releases that state no values of a configuration."""
+
+    model: str
+    dtype: str
+    num_layers: int
+    quantization: str = ""
+
+
+def test_values_of_a_model_are_skipped_and_missed_by_earlier_releases():
+    model = DIRECTORY.geometry.model
+    stated = replace(
+        model,
+        position_encodings=(("", "default(rope_theta=10000)"),),
+        revision="m@main",
+        config=(("rms_norm_eps", "1e-06"),),
+    )
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(stated), type=EarlierModel)
+    assert msgspec.structs.asdict(read).items() <= msgspec.structs.asdict(model).items()
+    earlier = msgspec.msgpack.decode(msgspec.msgpack.encode(read))
+    assert decode(travelling(DIRECTORY, model=earlier)).geometry.model == model
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"position_encodings": [["", "x" * 2049]]},
+        {"position_encodings": "default"},
+        {"revision": "org/m@main\r\n"},
+        {"config": [["a", "b", "c"]]},
+        {"config": [["a", "\x1b[2J"]]},
+        {"config": [["a", "b"]] * 65},
+    ],
+)
+def test_impossible_values_of_a_model_are_refused(wrong):
+    model = msgspec.to_builtins(DIRECTORY.geometry.model)
+    assert decode(travelling(DIRECTORY, model=model)) == DIRECTORY
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        decode(travelling(DIRECTORY, model=model | wrong))
+
+
 @pytest.mark.parametrize("name", ["directory_request", "directory_refused", "bye"])
 def test_messages_before_agreement_decode_in_any_version(name):
     message = messages()[name]
