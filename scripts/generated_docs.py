@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ import kvconnector as kvc
 from kvconnector.config import KIB, MIB, SECTIONS, ConnectorConfig
 from kvconnector.control.sealed import ForgedMessageError  # noqa: F401  makes it known
 from kvconnector.errors import InternalError, KVConnectorError, RemoteError, TransportError
+from kvconnector.integrations.model_values import FIELDS
 from kvconnector.transport.tagged_messages import MessageSizeError, RegistrationError  # noqa: F401  makes them known
 from kvconnector.wire import messages
 
@@ -72,6 +74,12 @@ def fleet() -> Iterator[str]:
     sys.path.insert(0, str(ROOT / "scripts"))
     module = importlib.import_module("fleet")
     yield module.table(*module.load())
+
+
+def compared_fields() -> Iterator[str]:
+    """Yield the fields of a model's configuration that two engines compare."""
+    words = ", ".join(f"`{name}`" for name in FIELDS)
+    yield from textwrap.wrap(words, 150, break_on_hyphens=False)
 
 
 def prefill_pod() -> Iterator[str]:
@@ -125,6 +133,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "ranks": ranks,
     "fleet": fleet,
     "pod": prefill_pod,
+    "compared_fields": compared_fields,
 }
 
 

@@ -178,6 +178,9 @@ def backend(monkeypatch):
         get_swa_num_kv_heads=lambda _: HEADS,
         swa_attention_layer_ids=WINDOW_LAYERS,
         hf_config=SimpleNamespace(model_type="other"),
+        hf_text_config=SimpleNamespace(rope_theta=10000.0),
+        model_path="",
+        revision=None,
         quantization=None,
     )
     config = SimpleNamespace(from_server_args=lambda _: model)

@@ -1,7 +1,8 @@
 """What vLLM's own layers say that they cache: models are built of a `config.json` without weights, and asked.
 
 Run as a program, since it sets up vLLM's parallel state for good: it reads a JSON object of `Asked`s by name, and
-writes for each a list of `[layer, kind, extent, bytes]`, or the error's text. For one with `is_saved` it writes the
+writes for each a list of `[layer, kind, extent, bytes]`, or the error's text, and under the name with `: encodings`
+what is stated of position encodings before and after the model was built. For one with `is_saved` it writes the
 configuration as transformers saves it again, or null if transformers has no class for it.
 
 There is neither a GPU nor an image library here, so a few things are not vLLM's own: modules that are not installed are
@@ -96,6 +97,8 @@ from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.transformers_utils.config import _CONFIG_REGISTRY  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
+from kvconnector.integrations.model_values import position_encodings  # noqa: E402
+
 
 def cached(name, spec):
     """Return a layer's number, what it keeps, its window or chunk, and bytes of a token or of its state."""
@@ -130,7 +133,9 @@ def saved(config, folder):
 
 
 def specs(asked, folder):
-    """Build the model without memory. Returns what each layer caches, in the layers' order."""
+    """Build the model without memory. Returns what each layer caches, in the layers' order, and the position encodings
+    that are stated before and after.
+    """
     (folder / "config.json").write_text(json.dumps(asked.config))
     know(asked.config["model_type"])
     arguments = EngineArgs(
@@ -148,6 +153,7 @@ def specs(asked, folder):
         speculative_config={"method": "mtp", "num_speculative_tokens": 1} if asked.draft else None,
     )
     whole = arguments.create_engine_config()
+    encodings = [position_encodings(whole.model_config.hf_text_config)]
     group, default = get_tp_group(), torch.get_default_dtype()
     try:
         group.world_size, group.rank_in_group = asked.tp, asked.rank
@@ -166,7 +172,8 @@ def specs(asked, folder):
     finally:
         group.world_size, group.rank_in_group = 1, 0
         torch.set_default_dtype(default)
-    return sorted(found)
+    encodings.append(position_encodings(whole.model_config.hf_text_config))
+    return sorted(found), encodings
 
 
 def set_up(folder):
@@ -207,7 +214,8 @@ def main():
                     if asked.pop("is_saved", False):
                         answers[name] = saved(asked["config"], Path(folder))
                         continue
-                    answers[name] = specs(Asked(**asked), Path(folder))
+                    answers[name], encodings = specs(Asked(**asked), Path(folder))
+                    answers[f"{name}: encodings"] = encodings
                 except Exception as error:
                     answers[name] = f"{type(error).__name__}: {error}"
                     traceback.print_exc()

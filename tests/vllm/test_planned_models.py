@@ -17,9 +17,11 @@ from kvconnector.bench.shapes import PACKED, EngineShape, rank_geometry
 from kvconnector.cli.model_config import read_model_config
 from kvconnector.ids import Rank
 from tests.support.model_configs import FAMILIES
+from tests.support.model_values import CASES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(280)]
 ROOT = Path(__file__).parents[2]
+ENCODED = ("DeepSeek V3", "YaRN, old form", "Gemma 3, old form", "LongRoPE")
 SERVED = {
     "as published": {},
     "rank 1 of 2": {"tp": 2, "rank": 1},
@@ -34,8 +36,10 @@ UNNUMBERED = ("falcon h1", "zamba 2")
 
 @pytest.fixture(scope="module")
 def vllms():
-    """What vLLM's layers cache, by family and how it is served, and the configurations that transformers saves."""
-    asked = {}
+    """What vLLM's layers cache, by family and how it is served, the configurations that transformers saves, and models'
+    position encodings before and after they were built.
+    """
+    asked = {f"{name}: as published": {"config": CASES[name][0]} for name in ENCODED}
     for family in SPARSE:
         asked[f"{family}: packed"] = {"config": FAMILIES[family], "cache_dtype": PACKED}
     for family, config in FAMILIES.items():
@@ -55,6 +59,7 @@ def vllms():
     return SimpleNamespace(
         of=lambda family, served: found(answers[f"{family}: {served}"], family),
         saved=lambda family: answers[f"{family}: saved"],
+        encodings=lambda family: answers[f"{family}: as published: encodings"],
     )
 
 
@@ -113,6 +118,13 @@ def test_a_model_that_transformers_saved_again_is_planned_alike(vllms, tmp_path,
         pytest.skip("transformers has no class of this type")
     assert isinstance(saved, dict), saved
     assert planned(saved, tmp_path, family) == planned(FAMILIES[family], tmp_path, family)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODED])
+def test_building_a_model_leaves_its_position_encoding_as_it_is_stated(vllms, family):
+    """Code of models writes into the configuration; a stage of a pipeline may run none that does."""
+    before, after = vllms.encodings(family)
+    assert before == after
 
 
 def test_the_defaults_are_those_of_transformers():

@@ -56,6 +56,11 @@ from torch import distributed
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.identity import Identity
+from kvconnector.integrations.model_values import (
+    config_fields,
+    position_encodings,
+    revision_of,
+)
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.media import feature_namespace
@@ -75,6 +80,7 @@ from kvconnector.integrations.sglang.transfers import (
     agree,
     next_room,
 )
+from kvconnector.topology import ModelDescription
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +137,8 @@ class KVManager(RankTransfers, BaseKVManager):
         if _is_sparse(args):
             check_release("SPARSE")
         refuse_unsupported(_facts(args, server_args, is_prefill=is_prefill))
-        shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
+        model = ModelConfig.from_server_args(server_args)
+        shape = _shape(args, server_args, model, has_latent=is_mla_backend, is_prefill=is_prefill)
         parallel = get_parallel()
         self._group = group = parallel.world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
@@ -154,7 +161,9 @@ class KVManager(RankTransfers, BaseKVManager):
             config,
             args=args,
             shape=shape,
-            model=server_args.served_model_name or server_args.model_path,
+            model=description(
+                model, shape, server_args.served_model_name or server_args.model_path
+            ),
             gather=lambda payload: of_engine(payload, dp_rank, group),
             directory_port=port + 1 + dp_rank,
             must_query=must_query,
@@ -585,9 +594,22 @@ def _is_sparse(args: KVArgs) -> bool:
     return "dsa" in args.state_types or getattr(args, "mla_compression_ratios", None) is not None
 
 
-def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> Shape:
+def description(model: ModelConfig, shape: Shape, name: str) -> ModelDescription:
+    """Return what another engine must have in common with this one, beside its cache's shape."""
+    return ModelDescription(
+        model=name,
+        dtype=shape.dtype,
+        num_layers=shape.num_layers,
+        position_encodings=position_encodings(model.hf_text_config),
+        revision=revision_of(model.model_path, model.revision),
+        config=config_fields(model.hf_text_config),
+    )
+
+
+def _shape(
+    args: KVArgs, server_args: Any, model: ModelConfig, *, has_latent: bool, is_prefill: bool
+) -> Shape:
     parallel = get_parallel()
-    model = ModelConfig.from_server_args(server_args)
     tp_rank, tp_size = parallel.attn_tp_rank, parallel.attn_tp_size
     pp_rank, pp_size = args.pp_rank, parallel.pp_size
     cp_rank, cp_size = parallel.attn_cp_rank, parallel.attn_cp_size

@@ -71,7 +71,7 @@ class RankTransfers:
         config: The engine's settings.
         args: SGLang's `KVArgs`, filled: the rank's pools.
         shape: The rank's place and the model's heads and layers, which `args` lacks.
-        model: The model's name, on which both engines must agree.
+        model: The model, on which both engines must agree.
         gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it as often.
         directory_port: Where a prefill engine's directory service listens, if that is free and no setting says another:
             an engine that is started again should be found where it was.
@@ -92,7 +92,7 @@ class RankTransfers:
         *,
         args: Any,
         shape: Shape,
-        model: str,
+        model: ModelDescription,
         gather: Callable[[bytes], Sequence[bytes]],
         directory_port: int = 0,
         must_query: bool = False,
@@ -115,11 +115,7 @@ class RankTransfers:
         groups, kinds = joined_groups(*registered_groups(args, shape, self.rows), shape, gather)
         self.layout = Layout(kinds, args.page_size, len(args.state_types))
         self.rank = rank = Rank(shape.pp_rank, shape.replica * shape.tp_size + shape.tp_rank)
-        self.worker = Worker(
-            config,
-            rank=rank,
-            model=ModelDescription(model=model, dtype=shape.dtype, num_layers=shape.num_layers),
-        )
+        self.worker = Worker(config, rank=rank, model=model)
         with ExitStack() as started:
             started.callback(self.worker.close)
             self.identities = started.enter_context(closing(PromptIdentities()))

@@ -208,7 +208,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             *("from_server_args", "num_hidden_layers", "get_total_num_kv_heads"),
             *("get_swa_num_kv_heads", "swa_attention_layer_ids", "dtype", "hf_config"),
-            *("quantization", "vocab_size"),
+            *("quantization", "vocab_size", "hf_text_config", "model_path", "revision"),
         ),
     ),
     Name("srt/distributed/utils.py:get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),

@@ -12,6 +12,13 @@ import msgspec
 from kvconnector.config import ConnectorConfig, Role, is_loopback
 from kvconnector.errors import ConfigError
 from kvconnector.ids import MAX_PORT
+from kvconnector.integrations.model_values import (
+    ORIGINAL_LENGTH,
+    config_fields,
+    position_encodings,
+    revision_of,
+    rope_parameters,
+)
 from kvconnector.topology import ModelDescription
 
 if TYPE_CHECKING:
@@ -198,11 +205,31 @@ def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(model.dtype).removeprefix("torch.")
     of_cache = SAME_TYPES.get(str(cache.cache_dtype), str(cache.cache_dtype))
+    config = model.hf_text_config
+    fields = config_fields(config)
+    if (factors := _longrope_factors(model)) is not None:
+        fields += (("longrope factors", factors),)
     return ModelDescription(
         model=name,
         dtype=dtype if of_cache == "auto" else of_cache,
         num_layers=model.get_total_num_hidden_layers(),
+        position_encodings=position_encodings(config),
+        revision=revision_of(str(model.model), model.revision),
+        config=fields,
     )
+
+
+def _longrope_factors(model: Any) -> str | None:
+    """Return which of LongRoPE's two lists of factors vLLM uses for all prompts, which depends on `--max-model-len`;
+    None for other position encodings.
+    """
+    config = model.hf_text_config
+    for given in rope_parameters(config).values():
+        if given.get("rope_type") == "longrope":
+            length = given.get(ORIGINAL_LENGTH)
+            if isinstance(length, int):
+                return "long_factor" if model.max_model_len > length else "short_factor"
+    return None
 
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:

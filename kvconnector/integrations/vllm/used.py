@@ -31,6 +31,13 @@ ENTRIES: tuple[Entry, ...] = (
         ("engine_id", "kv_role", "kv_connector_extra_config", "get_from_extra_config"),
     ),
     Fields(
+        "config/model.py:ModelConfig",
+        (
+            *("model", "revision", "dtype", "max_model_len", "hf_text_config"),
+            "get_total_num_hidden_layers",
+        ),
+    ),
+    Fields(
         "config/parallel.py:ParallelConfig",
         (
             *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_index"),

@@ -12,6 +12,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, Stage
+from kvconnector.topology import ModelDescription
 from tests.sglang.pure.pools import ROW_WIDTHS, Pools
 from tests.sglang.pure.registry import Registry
 from tests.support.ports import free_ports
@@ -87,14 +88,17 @@ class Engine:
         ]
         self.page_size = page_size
         self.ranks = [None] * len(places)
+        shapes = [each.shape for each in self.pools]
         gathered = Gathered(len(places))
 
         def start(index):
             self.ranks[index] = RankTransfers(
                 config,
                 args=self.pools[index].args,
-                shape=self.pools[index].shape,
-                model="m",
+                shape=shapes[index],
+                model=ModelDescription(
+                    model="m", dtype=shapes[index].dtype, num_layers=model.layers
+                ),
                 dp_rank=dp[0],
                 gather=gathered.of(index),
             )

@@ -19,7 +19,11 @@ def vllm_config(role="kv_producer", cache_dtype="auto", vllm_id="e", index=0, **
             prefill_context_parallel_size=1,
         ),
         model_config=SimpleNamespace(
-            model="/models/m", dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 4
+            model="/models/m",
+            revision=None,
+            dtype="torch.bfloat16",
+            get_total_num_hidden_layers=lambda: 4,
+            hf_text_config=SimpleNamespace(rope_theta=10000.0),
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
@@ -112,6 +116,8 @@ def test_the_model_name_that_peers_compare_can_be_set():
     config = vllm_config(model_name="org/m")
     found = integration.model_description(config, integration.Settings.of(config, {}).model_name)
     assert (found.model, found.dtype, found.num_layers) == ("org/m", "bfloat16", 4)
+    assert found.position_encodings == (("", "default(rope_theta=10000)"),)
+    assert found.revision == ""
     for name in (
         "fp8",
         "fp8_e4m3",
