@@ -110,7 +110,7 @@ def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -
             )
             for way, times in samples.items()
         ),
-        notes=tuple(f"kvconnector by: {path}" for path in sorted(pair.paths)),
+        notes=tuple(f"kvconnector's path: {path}" for path in sorted(pair.paths)),
     )
 
 

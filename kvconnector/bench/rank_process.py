@@ -181,7 +181,7 @@ class RankProcess:
 
     def lanes(self) -> list[str]:
         """Return the worker's log lines about the lanes of its packed reads."""
-        return [text for text in self._log.texts if "travel over" in text]
+        return [text for text in self._log.texts if "packed reads are sent over" in text]
 
     def open_agent(self, peer: int) -> AgentOpened:
         """Register the pools with an agent of `PEERS[peer]`."""

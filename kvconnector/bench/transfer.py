@@ -77,7 +77,7 @@ def compare(
                 alone = _ucx_alone(pair, max(lengths))
                 taken = _take_turns(runners, bursts, partial(progress, case), num_following)
                 alone += _ucx_alone(pair, max(lengths))
-            came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
+            came = [f"kvconnector's path: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
                 measured = tuple(
                     Measurement(

@@ -136,11 +136,13 @@ def _engines() -> Iterator[Finding]:
     engine = None
     for engine in installed_engines():
         text = f"{engine.version} is {'a tested' if engine.is_known else 'no tested'} release"
-        yield Finding(engine.name, "note", f"{text}; comparing its files with what is used of it")
+        yield Finding(
+            engine.name, "note", f"{text}; checking its files for everything that kvconnector uses"
+        )
         differences = engine.differences()
         yield from (Finding(engine.name, "FAIL", each) for each in differences)
         if not differences:
-            yield Finding(engine.name, "ok", "it has all that is used of it")
+            yield Finding(engine.name, "ok", "it has everything that kvconnector uses")
     if engine is None:
         yield Finding("engine", "warn", "neither vLLM nor SGLang is installed here")
 
@@ -254,7 +256,7 @@ def _open_files() -> Finding:
 def _gpus() -> Iterator[Finding]:
     found = gpus()
     if not found:
-        yield Finding("gpu", "note", "none that torch can use")
+        yield Finding("gpu", "note", "torch finds no usable GPU")
     for index, gpu in enumerate(found):
         peers = ", ".join(map(str, gpu.peers)) or "none"
         text = f"cuda:{index} {gpu.name}, {format_bytes(gpu.memory_bytes)}; reads the memory of: {peers}"
@@ -276,7 +278,7 @@ def _gpu_memory(index: int) -> list[Finding]:
 def _keys(config: ConnectorConfig) -> Iterator[Finding]:
     paths = Path(config.control.secret_key_file), Path(config.control.authorized_clients_file)
     if not config.control.secret_key_file:
-        text = "none named: the control channel may use loopback addresses only"
+        text = "none configured: the control channel may use only loopback addresses"
         yield Finding("keys", "note", text)
         return
     for path in filter(Path.is_file, paths):
@@ -290,7 +292,7 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
     text = f"public key {keys.public_key}, {len(keys.authorized_clients)} authorised"
     if keys.public_key in keys.authorized_clients:
         return Finding("keys", "ok", text)
-    text += "; its own is not among them, so its ranks refuse each other"
+    text += "; this engine's own key is not among them, so its ranks refuse each other"
     return Finding("keys", "warn", text)
 
 
@@ -310,7 +312,7 @@ def _ucx(config: ConnectorConfig, device: str) -> Generator[Finding, None, bool]
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
         text = (
-            "no cuda_ipc: between GPUs UCX will go through host memory;"
+            "no cuda_ipc: between GPUs UCX will copy through host memory;"
             ' pip install "kvconnector[ucx-cu12]", or ucx-cu13 by the driver\'s CUDA version'
         )
         yield Finding("transports", "warn", text)
@@ -368,20 +370,20 @@ def _self_test(device: str, tls: str) -> Iterator[Finding]:
     )
     yield Finding("self-test", "ok", text)
     if os.environ.get("KVCONNECTOR_PATHS_DIRECT") == "never":
-        yield Finding("direct reads", "note", "none: paths.direct is never")
+        yield Finding("direct reads", "note", "off, because paths.direct is never")
         return
     try:
         with EnginePair(deployment, STAGING | {"paths": {"direct": "always"}}) as pair:
             pair.verify(transfer)
             yield direct_finding(pair)
     except (KVConnectorError, ImportError) as error:
-        yield Finding("direct reads", "note", f"none, all is sent: {error}")
+        yield Finding("direct reads", "note", f"none, all blocks are sent: {error}")
 
 
 def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
     """Report the path of a request, and the lanes by which UCX sent it."""
     verdict: Verdict = "warn" if pair.warnings else "ok"
-    taken = f"a request went by: {'+'.join(sorted(pair.paths))}"
+    taken = f"path of the test request: {'+'.join(sorted(pair.paths))}"
     yield Finding("data path", verdict, "; ".join([taken, *pair.warnings]))
     if not pair.lanes:  # chunks are copied through host memory, as the warning above says
         return
@@ -397,5 +399,5 @@ def direct_finding(pair: EnginePair) -> Finding:
     """Check that engines of this host can read each other's pools."""
     if pair.paths == {DIRECT_PATH}:
         return Finding("direct reads", "ok", "engines of this host can read each other's pools")
-    text = f"none: a request between two processes went by: {'+'.join(sorted(pair.paths))}"
+    text = f"none; path of a request between two processes: {'+'.join(sorted(pair.paths))}"
     return Finding("direct reads", "note", "; ".join([text, *pair.warnings]))

@@ -124,9 +124,8 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
     text = f"request {offer.remote_request_id} of engine {offer.remote_engine_id}: {text}"
     yield Finding("params", "ok", text)
     text = (
-        "whether its blocks are still held is not asked, as that would end them: a lease lasts"
-        " lease.duration_s of that"
-        " engine after its last heartbeat"
+        "not checked whether its blocks are still held, because asking would end the lease, which lasts for"
+        " that engine's lease.duration_s after the last heartbeat"
     )
     yield Finding("lease", "note", text)
     address = offer.engine.address.removeprefix("tcp://")
@@ -183,9 +182,7 @@ def _engine(
         yield Finding("config", "ok", fields)
     if directory.stream != config.stream:
         side = "here" if config.stream else "there"
-        yield Finding(
-            "stream", "note", f"on only {side}: prompts move when they are computed, not before"
-        )
+        yield Finding("stream", "note", f"on only {side}: prompts move only once they are complete")
 
 
 def _differences(

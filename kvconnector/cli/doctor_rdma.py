@@ -47,7 +47,9 @@ def network(library: UcxLibrary, device: str, config: ConnectorConfig) -> Findin
         why = lack or choice.explain(options)
         verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
         return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
-    text = f"RDMA by {', '.join(sorted(devices))}, of which UCX takes the nearest to a message's memory"
+    text = (
+        f"RDMA over {', '.join(sorted(devices))}; UCX uses the port nearest to a message's memory"
+    )
     named_rails = os.environ.get(_RAILS, "")
     rails = int(named_rails) if named_rails.isdecimal() else _DEFAULT_RAILS
     if (num_ports := len(devices)) > rails:
@@ -89,7 +91,7 @@ def _fork_safety() -> Finding:
         )
         return Finding("fork", "warn", text)
     text = (
-        f"with kernel {release} a child has none of the memory that UCX registered, and ends by SIGSEGV if it touches"
+        f"with kernel {release} a forked child lacks memory that UCX registered, and ends with SIGSEGV if it touches"
         " it: fork before the engine starts, or start programs (multiprocessing's spawn). With huge pages set"
         " RDMAV_HUGEPAGES_SAFE=1"
     )

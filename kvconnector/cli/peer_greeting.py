@@ -243,7 +243,7 @@ class PeerGreeting(ExitStack):
     def _rank(self, worker: RemoteWorker, num_probes: int) -> Iterator[Finding]:
         name, trips_s = str(worker.geometry.rank), self._session.round_trips_s[worker.link]
         if not trips_s:
-            yield Finding(name, "warn", "it greeted us, but answered no heartbeat")
+            yield Finding(name, "warn", "it answered the greeting, but no heartbeat")
             return
         text = (
             f"round trip {median(trips_s) * 1e6:.0f} us, {min(trips_s) * 1e6:.0f} to {max(trips_s) * 1e6:.0f} us,"

@@ -80,7 +80,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
         """The predicted time in words; empty without a link speed."""
         if self.predicted_ms is None:
             return ""
-        return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s a rank"
+        return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s per rank"
 
     def bytes_by_kind(self) -> Counter[str]:
         """Return the bytes that all ranks together read of layers of each kind."""

@@ -499,4 +499,6 @@ def admit(
         return (
             f"{text}, and differs in what is used, which {VARIABLE}=any allows: {'; '.join(found)}"
         )
-    return f"{text}. It has all that is used of it, as `kvconnector doctor --engine` shows"
+    return (
+        f"{text}. It has everything that kvconnector uses, as `kvconnector doctor --engine` shows"
+    )

@@ -149,7 +149,7 @@ class Sends(Programs[Sending]):
             )
         elif lanes:
             logger.info(
-                "where a consumer does not read directly, its packed reads travel over %s", lanes
+                "where a consumer does not read directly, its packed reads are sent over %s", lanes
             )
 
     def refresh(self) -> None:

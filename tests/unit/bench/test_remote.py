@@ -77,7 +77,7 @@ def test_a_server_is_measured_from_another_host_beside_a_raw_socket(
         assert status == 0, err
         for case in json.loads(out)["cases"]:
             assert [each["kind"] for each in case["measurements"]] == ["ours", "limit"]
-            assert any("by: packed" in note for note in case["notes"])
+            assert any("path: packed" in note for note in case["notes"])
             assert any("over tcp/" in note for note in case["notes"])
             (limit,) = [note for note in case["notes"] if "ucx_perftest" in note]
             assert "before and after" in limit

@@ -48,7 +48,7 @@ def test_a_working_machine_has_no_faults(capsys, monkeypatch):
     assert by_subject["self-test"]["verdict"] == "ok"
     assert "/" in by_subject["lanes"]["text"]
     assert by_subject["data path"]["verdict"] == "ok"
-    assert by_subject["data path"]["text"] == "a request went by: packed"
+    assert by_subject["data path"]["text"] == "path of the test request: packed"
     assert by_subject["direct reads"]["text"] == "engines of this host can read each other's pools"
     assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
@@ -64,14 +64,14 @@ def test_what_only_gpus_need_is_missed_where_there_may_be_one(monkeypatch, has_d
     assert _verdicts(findings, "numpy") == ["FAIL"]
 
 
-def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
+def _pair(path, warnings=(), lanes=("packed reads are sent over tcp/lo",)):
     return SimpleNamespace(paths={path}, lanes=list(lanes), warnings=list(warnings))
 
 
 def test_a_workers_warnings_are_those_of_its_data_path():
     path, _ = doctor_module.packed_findings(_pair("packed", ["one staging slot less"]), "")
     assert path.verdict == "warn"
-    assert path.text == "a request went by: packed; one staging slot less"
+    assert path.text == "path of the test request: packed; one staging slot less"
 
 
 def test_copies_through_host_memory_are_a_warning_without_lanes():
@@ -83,7 +83,7 @@ def test_copies_through_host_memory_are_a_warning_without_lanes():
 def test_the_reason_against_direct_reads_is_a_note():
     found = doctor_module.direct_finding(_pair("packed", ["no memory can be shared"]))
     assert found.verdict == "note"
-    assert found.text.endswith("went by: packed; no memory can be shared")
+    assert found.text.endswith("processes: packed; no memory can be shared")
     assert doctor_module.direct_finding(_pair("direct")).verdict == "ok"
 
 
@@ -175,11 +175,11 @@ TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAIL
     [
         (("cma", 0, None, ""), "note", "use TCP: this host has no RDMA device with an active port"),
         (("tcp", 1, None, ""), "warn", "use TCP: "),
-        (("rc_mlx5", 1, None, ""), "ok", "RDMA by mlx5_0:1"),
-        (("srd", 1, None, ""), "ok", "RDMA by mlx5_0:1"),
+        (("rc_mlx5", 1, None, ""), "ok", "RDMA over mlx5_0:1"),
+        (("srd", 1, None, ""), "ok", "RDMA over mlx5_0:1"),
         (("rc_mlx5", 1, 8 << 20, ""), "warn", "use TCP: this process may lock 8388608 bytes"),
         (("rc_mlx5", 3, None, ""), "ok", TAKES_ALL),
-        (("rc_mlx5", 3, None, "3"), "ok", "RDMA by mlx5_0:1, mlx5_1:1, mlx5_2:1"),
+        (("rc_mlx5", 3, None, "3"), "ok", "RDMA over mlx5_0:1, mlx5_1:1, mlx5_2:1"),
     ],
 )
 def test_doctor_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
@@ -335,7 +335,7 @@ def test_each_engine_is_named_before_its_files_are_compared(monkeypatch, capsys)
     assert main(["doctor", "--engine"]) == 0
     for name, text in zip(("vllm", "sglang"), shown, strict=True):
         assert name in text
-        assert "comparing its files" in text
+        assert "checking its files" in text
 
 
 def test_what_an_engine_lacks_is_a_fault(monkeypatch, capsys):
