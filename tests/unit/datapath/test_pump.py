@@ -326,6 +326,7 @@ def test_a_spinning_loop_hands_the_lock_over(make_pair, monkeypatch):
     try:
         for _ in range(100):
             assert path.lock.try_acquire()
+            assert not path.lock._words.wanted  # the loop would wait for nobody in each pass
             path.release(DEADLINE_S)
             assert path.lock.is_looping
     finally:
