@@ -51,7 +51,7 @@ GREEDY = drawing_digest([0.0, 1.0, 0, 0.0, 1.0, None, None, None, None])
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """What the cache of a prompt's first `num_tokens` tokens depends on: their digest, and their context, a name for
-    each part that the prompt has. Of a part whose name is "" no more is known than that the prompt has it.
+    each part that the prompt has. If a part's name is "", it is only known that the prompt has that part.
     """
 
     num_tokens: int

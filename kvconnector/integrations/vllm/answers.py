@@ -119,7 +119,7 @@ class _Answer:
             await self._send(message)
 
     def _explained_event(self, event: bytes) -> bytes:
-        """Return an event of a stream, explained if it is an error. vLLM sends each event by itself."""
+        """Return an event of a stream, explained if it is an error. vLLM sends each event separately."""
         if not event.startswith(_EVENT):
             return event
         text = event.removeprefix(_EVENT)

@@ -158,7 +158,9 @@ class FirstTokens:
         return [request.output_token_ids[0], sampling_digest(request)]
 
     def expect(self, request: Request, asked: RequestParams) -> None:
-        """Expect a queued request's token, which came with its offer, or comes with `sampled` for a streamed prompt."""
+        """Expect a queued request's token, which came with its offer or, for a streamed prompt, will come with
+        `sampled`.
+        """
         if self._policy == "never" or not self._is_free(request_obstacle(request)):
             return
         self._expected[request.request_id] = request, None

@@ -231,10 +231,8 @@ class EncoderScheduler:
     # -- outputs of other engines --
 
     def _is_there(self, request: Request, feature: MultiModalFeatureSpec) -> bool:
-        """Returns True if an output is here, or is nowhere else either. Begins to fetch it if nothing does.
-
-        Raises:
-            KVConnectorError: it cannot be had.
+        """Returns True if an output is here, or if no other engine has it. Begins to fetch it if that has not begun.
+        Raises: KVConnectorError: it cannot be fetched.
         """
         identifier, name = feature.identifier, (request.request_id, feature.identifier)
         output = self._outputs.get(identifier)
@@ -284,7 +282,7 @@ class EncoderScheduler:
         announced: dict[str, Any],
         want: _Want,
     ) -> None:
-        """Begin to fetch an output, unless others leave no room yet. Raises KVConnectorError: it cannot be had."""
+        """Begin to fetch an output, if there is room for it. Raises KVConnectorError: it cannot be fetched."""
         identifier = feature.identifier
         shape = _checked_shape(announced, feature.mm_position.get_num_embeds())
         is_its_own = str(announced["remote_request_id"]).startswith(_name_of(identifier, shape))
@@ -322,7 +320,7 @@ class EncoderScheduler:
         self._pump()
 
     def _decline_unread(self, request: Request) -> None:
-        """Let producers free what this request was offered and has not asked for, for whatever reason."""
+        """Let producers free the outputs that this request was offered and has not asked for, no matter why."""
         params = request.ec_transfer_params
         if self._role == "producer" or not isinstance(params, dict):
             return
