@@ -102,6 +102,20 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     is_cut: bool = True
 
+    def drafting(self, num_tokens: int) -> LayerGroup:
+        """Return these layers in an engine of vLLM that drafts so many tokens at once: convolutions keep their inputs,
+        too.
+        """
+        inputs = [part for part in self.parts if part[0].startswith("conv-")]
+        # a channel has one input a token; in a part that a group of heads shares, channels are not counted one by one
+        width = next((size for name, _, size, _ in inputs if name not in SHARED_INPUTS), 1)
+        parts = tuple(
+            (name, units, size + size // width * num_tokens * (part in inputs), item)
+            for part in self.parts
+            for name, units, size, item in [part]
+        )
+        return msgspec.structs.replace(self, parts=parts)
+
     @property
     def retention(self) -> Retention:
         """The tokens of a sequence that these layers keep."""
@@ -143,6 +157,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     is_mla: bool = False
     num_draft_layers: int = 0
     groups: tuple[LayerGroup, ...] = ()
+    draft_groups: tuple[LayerGroup, ...] = ()
+    """The draft layers, if it is known what they cache: numbered on from the model's, in its last pipeline stage."""
     assumptions: tuple[str, ...] = ()
     """What was not known of the model and was assumed, in words."""
 
@@ -167,7 +183,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             for group in MODELS[name].groups
         ]
         kept = tuple(group for group in groups if group.layers)
-        return msgspec.structs.replace(MODELS[name], num_layers=num_layers, groups=kept)
+        if not layers:
+            return MODELS[name]
+        return msgspec.structs.replace(
+            MODELS[name],
+            num_layers=num_layers,
+            groups=kept,
+            num_draft_layers=0,
+            draft_groups=(),
+        )
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -177,6 +201,41 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         sizes = self.num_kv_heads, self.head_dim, self.dtype
         parts = parts_of_token(*sizes, is_mla=self.is_mla)
         return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), parts=parts),)
+
+    def with_drafts(self, num_tokens: int) -> ModelShape:
+        """Return the model as engines of vLLM cache it that draft `num_tokens` tokens at once, with its draft layers.
+
+        Raises:
+            ConfigError: it has no draft layers, or it is not known what they cache.
+        """
+        if not self.num_draft_layers:
+            raise ConfigError("the model has no MTP layers: leave --mtp out", model=self.name)
+        if not self.draft_groups:
+            raise ConfigError(
+                "what this model's MTP layers cache is not known: leave --mtp out, and they are not counted",
+                model=self.name,
+                num_draft_layers=self.num_draft_layers,
+            )
+        kind = self.draft_groups[0].kind
+        groups = [
+            msgspec.structs.replace(group.drafting(num_tokens), kind=group.kind or kind)
+            for group in self.layer_groups
+        ]
+        for draft in self.draft_groups:
+            alike = msgspec.structs.replace(draft, kind="", layers=())
+            for index, group in enumerate(groups):
+                if msgspec.structs.replace(group, kind="", layers=()) == alike:
+                    layers = (*group.layers, *draft.layers)
+                    groups[index] = msgspec.structs.replace(group, layers=layers)
+                    break
+            else:
+                groups.append(draft)
+        return msgspec.structs.replace(self, groups=tuple(groups), draft_groups=())
+
+    @property
+    def counts_drafts(self) -> bool:
+        """True if draft layers are among those that are cached."""
+        return any(group.layers[-1] >= self.num_layers for group in self.groups)
 
     @property
     def is_sparse(self) -> bool:
@@ -208,7 +267,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def description(self) -> ModelDescription:
         """Return what two engines must agree on."""
-        return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
+        last = max(layer for group in self.layer_groups for layer in group.layers)
+        num_layers = max(self.num_layers, last + 1)
+        return ModelDescription(model=self.name, dtype=self.dtype, num_layers=num_layers)
 
 
 def _head_bytes(dtype: str, part: tuple[str, int, int, int]) -> int:
@@ -255,28 +316,36 @@ INDEX_PLANES = (("index", 128, 1), ("index-scales", 4, 1))
 """A row of an indexer's keys in fp8: 128 elements, then one float32 scale."""
 
 
-def sparse_mla(name: str, num_layers: int, indexed: Iterable[int] | None = None) -> ModelShape:
+def sparse_mla(
+    name: str, num_layers: int, indexed: Iterable[int] | None = None, *, num_draft_layers: int = 1
+) -> ModelShape:
     """Return a model with DeepSeek-V3.2's sparse attention (GLM-5 has it, too), as engines cache it in fp8: a latent of
     656 bytes a token in each layer, and an indexer's key in the layers `indexed`; None for all. Others share the choice
-    of a layer before them.
+    of a layer before them. Draft layers have both.
     """
+
+    def groups(every: Iterable[int], indexed: Iterable[int]) -> tuple[LayerGroup, ...]:
+        return (
+            _latents("sparse attention", every, (("latent", PACKED_ROW_BYTES, 1),)),
+            _latents("indexer", indexed, INDEX_PLANES),
+        )
+
     every = range(num_layers)
-    groups = (
-        _latents("sparse attention", every, (("latent", 656, 1),)),
-        _latents("indexer", every if indexed is None else indexed, INDEX_PLANES),
-    )
+    drafts = range(num_layers, num_layers + num_draft_layers)
     return ModelShape(
         name=name,
         num_layers=num_layers,
         num_kv_heads=1,
-        head_dim=656,
+        head_dim=PACKED_ROW_BYTES,
         dtype="uint8",
         is_mla=True,
-        groups=groups,
+        groups=groups(every, every if indexed is None else indexed),
+        num_draft_layers=num_draft_layers,
+        draft_groups=groups(drafts, drafts) if num_draft_layers else (),
     )
 
 
-def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
+def compressed_mla(name: str, ratios: Sequence[int], *, num_draft_layers: int = 0) -> ModelShape:
     """Return a model with DeepSeek-V4's compressed attention, as vLLM caches it in fp8.
 
     Every layer keeps a window of 128 latents. One with a ratio of 4 or 128 (else 0) also keeps a latent for each 4 or
@@ -286,6 +355,7 @@ def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
     Args:
         name: The model's name.
         ratios: The compression of each layer.
+        num_draft_layers: Layers after these that draft, which keep a window only.
 
     Raises:
         ConfigError: a ratio is none of these.
@@ -296,8 +366,9 @@ def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
         )
     fine = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
     coarse = [layer for layer, ratio in enumerate(ratios) if ratio == 128]
+    drafts = range(len(ratios), len(ratios) + num_draft_layers)
 
-    windows = {"keeps": "window", "extent_tokens": 128, "cached_tokens": 64}
+    windows: dict[str, Any] = {"keeps": "window", "extent_tokens": 128, "cached_tokens": 64}
     coarse_states = {"keeps": "chunk", "extent_tokens": 128, "cached_tokens": 8}
     fine_states = {"keeps": "window", "extent_tokens": 8, "cached_tokens": 4}
     groups = (
@@ -317,11 +388,15 @@ def compressed_mla(name: str, ratios: Sequence[int]) -> ModelShape:
         dtype="uint8",
         is_mla=True,
         groups=tuple(group for group in groups if group.layers),
+        num_draft_layers=num_draft_layers,
+        draft_groups=(_latents("window", drafts, LATENT_PLANES, **windows),) if drafts else (),
     )
 
 
-DEEPSEEK_V4_PRO = compressed_mla("deepseek-v4-pro", [128, *[128, 4] * 30])
-DEEPSEEK_V4_FLASH = compressed_mla("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4])
+DEEPSEEK_V4_PRO = compressed_mla("deepseek-v4-pro", [128, *[128, 4] * 30], num_draft_layers=1)
+DEEPSEEK_V4_FLASH = compressed_mla(
+    "deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], num_draft_layers=1
+)
 
 # Layers, KV heads and head size from the models' public configurations. DeepSeek-R1 stores a latent of 512 and a
 # rotary key of 64 elements.
@@ -332,7 +407,15 @@ MODELS = {
         ModelShape(name="llama-3.1-70b", num_layers=80, num_kv_heads=8, head_dim=128),
         ModelShape(name="qwen3-8b", num_layers=36, num_kv_heads=8, head_dim=128),
         ModelShape(name="qwen3-235b", num_layers=94, num_kv_heads=4, head_dim=128),
-        ModelShape(name="deepseek-r1", num_layers=61, num_kv_heads=1, head_dim=576, is_mla=True),
+        ModelShape(
+            name="deepseek-r1",
+            num_layers=61,
+            num_kv_heads=1,
+            head_dim=LATENT_SIZE,
+            is_mla=True,
+            num_draft_layers=1,
+            draft_groups=(_latents("full attention", [61], (("latent", LATENT_SIZE, 2),)),),
+        ),
         windowed("gpt-oss-120b", 36, 8, 64, window_tokens=128),
         sparse_mla("deepseek-v3.2", 61),
         sparse_mla("glm-5", 78),
@@ -475,6 +558,8 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
             dtype=shape.dtype,
         )
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
+    if rank.pp_rank == shape.pp - 1:  # with the draft layers
+        stage = range(stage.start, MAX_LAYERS)
     if shape.dtype and model.dtype not in CONVERTIBLE:
         raise ConfigError(
             "the caches of this model mix several kinds of bytes, which cannot be converted",

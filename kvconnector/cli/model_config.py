@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
-
 from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import LayerGroup, ModelShape, compressed_mla, parts_of_token
 from kvconnector.cache.specs import DType
@@ -96,6 +94,11 @@ DRAFTS = (
     "mtp_num_hidden_layers",
 )
 """Names of the number of draft layers."""
+DRAFTED = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"),
+    *("mimo", "qwen3_5", "qwen3_5_moe"),
+)
+"""Architectures whose draft layers attend to every token, as one of their layers of full attention does."""
 SAME = (
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -179,7 +182,7 @@ HARMLESS = re.compile(
     r"|linear_silu|unk|attention_k_eq_v$|sparse_step$|decoder_sparse|first_k|keys_to_ignore|base_model|use_mamba_kernels$"
     r"|linear_attention_type|state_dict|use_bidirectional_attention$|relative_attention|_sliding_window_pattern$|mixer_rms"
     r"|(?:linear|full)_attn_(?:alpha|beta)_factor$|num_sliding_attention_heads$|num_attention_heads_per_layer$"
-    r"|linear_(?:a_log|dt_|allow_neg)|chunk_size$"
+    r"|linear_(?:a_log|dt_|allow_neg)|attn_res_block_size$|chunk_size$"
 )
 """Names of fields that look like it, and that do not change what is cached or are read where they do."""
 
@@ -214,11 +217,11 @@ def read_model_config(path: Path) -> ModelShape:
     num_draft_layers = config.num_draft_layers
     if ratios := config.compressions():
         config.refuse_unread_fields()
-        compressed = compressed_mla(name, ratios)
-        return msgspec.structs.replace(compressed, num_draft_layers=num_draft_layers)
+        return compressed_mla(name, ratios, num_draft_layers=num_draft_layers)
     layers = config.layers()
     config.refuse_unread_fields()
     groups = config.groups(layers)
+    drafts = config.drafts()
     (_, heads, head_dim, _), *_ = groups[0].parts
     return ModelShape(
         name=name,
@@ -229,6 +232,7 @@ def read_model_config(path: Path) -> ModelShape:
         is_mla=config.is_mla,
         num_draft_layers=num_draft_layers,
         groups=() if _is_plain(groups, len(layers)) else groups,
+        draft_groups=config.groups(drafts, first=len(layers)) if drafts else (),
         assumptions=config.assumptions,
     )
 
@@ -604,10 +608,19 @@ class _Config:
             (self.optional(name, 0) for name in DRAFTS if name not in self._defaults), default=0
         )
 
-    def groups(self, layers: Iterable[tuple[Cached, ...]]) -> tuple[LayerGroup, ...]:
-        """Return groups of layers that cache alike."""
+    def drafts(self) -> list[tuple[Cached, ...]]:
+        """Return what each draft layer caches; nothing if there are none, or if it is not known."""
+        if self.architecture not in DRAFTED:
+            return []
+        indexer = (self._indexer(),) if self.get("index_topk") else ()
+        return [(self._cached("full", None), *indexer)] * self.num_draft_layers
+
+    def groups(
+        self, layers: Iterable[tuple[Cached, ...]], *, first: int = 0
+    ) -> tuple[LayerGroup, ...]:
+        """Return groups of layers that cache alike. `first` is the number of the first layer."""
         found: dict[Cached, list[int]] = {}
-        for layer, each in enumerate(layers):
+        for layer, each in enumerate(layers, first):
             for cached in each:
                 found.setdefault(cached, []).append(layer)
         if not found:

@@ -69,6 +69,12 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 )
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
 @click.option(
+    "--mtp",
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="Tokens that both engines draft at once: the model's MTP layers count, too.",
+)
+@click.option(
     "--tokens",
     type=int,
     default=2000,
@@ -90,6 +96,7 @@ def plan(
     decode: EngineShape,
     model: str | None,
     mla: bool,
+    mtp: int | None,
     tokens: int,
     start: int,
     chunk: int | None,
@@ -113,6 +120,7 @@ def plan(
     if mla:
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     shape = _asked_model(model, asked)
+    shape = shape if mtp is None else shape.with_drafts(mtp)
     prefill, decode = with_types(shape, prefill, decode)
     if shape.is_sparse and (prefill.is_fp8 or decode.is_fp8):
         size = shape.head_dim
@@ -159,6 +167,8 @@ def _asked_model(name: str | None, changes: dict[str, Any]) -> ModelShape:
             kinds=[group.kind for group in model.groups],
             given=sorted(changes),
         )
+    if "num_layers" in changes:
+        changes = {**changes, "num_draft_layers": 0, "draft_groups": ()}
     return msgspec.structs.replace(model, **changes)
 
 
@@ -339,7 +349,8 @@ def _print(report: PlanReport) -> None:
     )
     if model.num_draft_layers:
         layers = "layer" if model.num_draft_layers == 1 else "layers"
-        kinds += f"; {model.num_draft_layers} MTP {layers}, not counted"
+        is_counted = "" if model.counts_drafts else " not"
+        kinds += f"; {model.num_draft_layers} MTP {layers},{is_counted} counted"
     console = terminal()
     console.print(
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"

@@ -34,8 +34,8 @@ class Asked(NamedTuple):
     tp: int = 1
     rank: int = 0
     cache_dtype: str = "auto"
-    draft: bool = False
-    """True for the layers of the draft model (MTP) alone."""
+    draft_tokens: int = 0
+    """Tokens that are drafted at once by the model's MTP layers, which are asked, too."""
 
 
 ABSENT = [
@@ -138,6 +138,7 @@ def specs(asked, folder):
     """
     (folder / "config.json").write_text(json.dumps(asked.config))
     know(asked.config["model_type"])
+    drafts = {"method": "mtp", "num_speculative_tokens": asked.draft_tokens}
     arguments = EngineArgs(
         model=str(folder),
         tokenizer=str(folder),
@@ -150,7 +151,7 @@ def specs(asked, folder):
         tensor_parallel_size=asked.tp,
         distributed_executor_backend="mp" if asked.tp > 1 else None,
         enable_prefix_caching=True,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if asked.draft else None,
+        speculative_config=drafts if asked.draft_tokens else None,
     )
     whole = arguments.create_engine_config()
     encodings = [position_encodings(whole.model_config.hf_text_config)]
@@ -159,8 +160,10 @@ def specs(asked, folder):
         group.world_size, group.rank_in_group = asked.tp, asked.rank
         torch.set_default_dtype(torch.bfloat16)
         with set_current_vllm_config(whole), torch.device("meta"):
-            draft = whole.speculative_config.draft_model_config if asked.draft else None
-            initialize_model(vllm_config=whole, model_config=draft or whole.model_config)
+            initialize_model(vllm_config=whole)
+            if asked.draft_tokens:
+                draft = whole.speculative_config.draft_model_config
+                initialize_model(vllm_config=whole, model_config=draft)
             layers = whole.compilation_config.static_forward_context.items()
             found = [
                 cached(name, spec)

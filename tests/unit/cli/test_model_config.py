@@ -1041,3 +1041,81 @@ def test_the_heads_of_a_state_and_the_rows_of_compressed_layers_are_shown(capsys
     heads = [row["heads"] for row in report["reads"] if row["kind"].startswith("Kimi")]
     assert heads == [[[0, 8]], [[8, 16]], [[16, 24]], [[24, 32]]]
     assert "rows 0-4999" in planned(capsys, tmp_path, DEEPSEEK_V4)
+
+
+KIMI_K3 = {
+    "model_type": "kimi_k3",
+    "text_config": {
+        **KIMI_LINEAR,
+        "attn_res_block_size": 4,
+        "mla_use_output_gate": True,
+        "num_nextn_predict_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "config, more",
+    [
+        (DEEPSEEK_V32, {"full attention": TOKENS * 576 * 2, "indexer": TOKENS * 132}),
+        # convolutions of 3 x 4096 channels keep the inputs of three more tokens
+        (
+            KIMI_K3,
+            {
+                "full attention": TOKENS * 576 * 2,
+                "Kimi delta attention state": 20 * 3 * 4096 * 3 * 2,
+            },
+        ),
+        (
+            QWEN_35,
+            {
+                "full attention": kv(1, TOKENS, 2, 256),
+                "gated delta net state": 36 * (2 * 16 * 128 + 32 * 128) * 3 * 2,
+            },
+        ),
+        # the last 127 tokens, and those before them in a block
+        (DEEPSEEK_V4, {"window": (TOKENS - (TOKENS - 127) // 64 * 64) * 584}),
+    ],
+    ids=lambda each: each.get("model_type", ""),
+)
+def test_draft_layers_count_where_both_engines_draft(capsys, tmp_path, config, more):
+    without = json.loads(planned(capsys, tmp_path, config, "--json"))
+    found = json.loads(planned(capsys, tmp_path, config, "--json", "--mtp", "3"))
+    extra = {}
+    for report, sign in ((found, 1), (without, -1)):
+        for row in report["reads"]:
+            extra[row["kind"]] = extra.get(row["kind"], 0) + sign * row["bytes"]
+    assert {kind: nbytes for kind, nbytes in extra.items() if nbytes} == more
+    stages = planned(capsys, tmp_path, config, "--mtp", "3", "--decode", "pp=2")
+    assert "1 MTP layer, counted" in stages.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (GEMMA_3, "the model has no MTP layers: leave --mtp out"),
+        (MINIMAX_M2, "what this model's MTP layers cache is not known"),
+    ],
+)
+def test_draft_layers_that_are_not_there_or_not_known_are_refused(capsys, tmp_path, config, words):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--model", str(path), "--mtp", "1"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, nbytes",
+    [
+        ("deepseek-r1", 1000 * 576 * 2),
+        ("deepseek-v3.2", 1000 * (656 + 132)),
+        ("glm-5", 1000 * (656 + 132)),
+        ("deepseek-v4-flash", (1000 - 832) * 584),
+    ],
+)
+def test_models_that_are_known_by_name_have_their_draft_layers(capsys, name, nbytes):
+    totals = []
+    for more in ((), ("--mtp", "1")):
+        assert main(["plan", "--model", name, "--tokens", "1000", "--json", *more]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["total_bytes"])
+    assert totals[1] - totals[0] == nbytes

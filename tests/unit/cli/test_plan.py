@@ -26,6 +26,7 @@ DEEPSEEK = {
     "num_key_value_heads": 128,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
+    "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16",
 }
 
