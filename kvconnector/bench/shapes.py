@@ -650,6 +650,21 @@ def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
     return [msgspec.structs.replace(each, dtype=each.dtype or model.dtype) for each in shapes]
 
 
+def check_exchange(model: ModelShape, prefill: EngineShape, decode: EngineShape) -> None:
+    """Raise ConfigError or IncompatiblePeerError if engines of these shapes cannot exchange this model's caches."""
+    whole = [group.kind for group in model.layer_groups if not group.is_cut]
+    if whole and prefill.tp != decode.tp:
+        raise ConfigError(
+            "engines exchange these layers only with equal tensor parallelism: give both the same tp",
+            layers=whole,
+            prefill=prefill.tp,
+            decode=decode.tp,
+        )
+    producer = engine_geometry(model, prefill, "prefill")
+    consumer = engine_geometry(model, decode, "decode")
+    TpKVTopology(consumer, decode.ranks[0]).check_compatible(producer)
+
+
 def described(model: ModelShape, shape: EngineShape) -> ModelDescription:
     """Return what an engine of this shape must agree on with another one."""
     found = model.description()

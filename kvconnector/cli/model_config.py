@@ -40,22 +40,15 @@ ValueT = TypeVar("ValueT")
 PUBLISHED = frozenset(
     [
         "baichuan",
-        "bailing_moe",
-        "bailing_moe_linear",
-        "bailing_moe_v2",
         "bailing_hybrid",
+        "bailing_moe",
+        "bailing_moe_v2",
         "chatglm",
         "deepseek",
-        "deepseek_vl_v2",
         "exaone",
         "internlm2",
         "internlm3",
-        "internvl_chat",
         "kimi_k2",
-        "kimi_k25",
-        "kimi_k3",
-        "kimi_vl",
-        "longcat_flash_ngram",
         "mimo",
         "mimo_v2",
         "minicpm",
@@ -65,19 +58,14 @@ PUBLISHED = frozenset(
         "minimax_text_01",
         "nemotron-nas",
         "orion",
-        "pangu_ultra_moe",
-        "pixtral",
-        "phi4mm",
         "phi3_v",
-        "qwen2_5_omni",
-        "qwen3_omni_moe",
+        "phi4mm",
         "solar",
         "step3",
-        "step3_vl",
         "telechat",
     ]
 )
-"""Types of models that transformers does not have, or not with their defaults: their files name every field."""
+"""Types of text models that transformers does not have, or not with their defaults: their files name every field."""
 MISTRAL = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -155,7 +143,7 @@ KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "num_attention_g
 GEMMA_4 = ("gemma4", "gemma4_unified", "diffusion_gemma")
 MIMO = ("mimo_v2", "mimo_v2_flash")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-LATENTS = re.compile("deepseek|kimi|glm|longcat|axk1|bailing_hybrid|hy_v4|pangu_ultra")
+LATENTS = re.compile("deepseek|kimi|glm|longcat|axk1|bailing_hybrid|hy_v4")
 """Architectures that cache a latent, MLA's, if they have a `kv_lora_rank`."""
 UNNAMED = "the model's configuration does not name the kinds of its layers"
 WINDOWS = ("sliding_attention", "chunked_attention")
@@ -900,7 +888,8 @@ class _Config:
                     "hybrid_layer_pattern has a 0 or a 1 for each layer", found=named
                 )
             return ["window" if each else "full" for each in named[: len(layers)]]
-        if architecture in ("bailing_hybrid", "bailing_moe_linear"):
+        if architecture == "bailing_hybrid":
+            self.number("kv_lora_rank")  # of the others
             size = self.number("layer_group_size")
             return ["full" if (i + 1) % size == 0 else "lightning" for i in layers]
         if architecture in ("lfm2", "lfm2_moe") and self.get("full_attn_idxs") is not None:

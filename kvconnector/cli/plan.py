@@ -20,6 +20,7 @@ from kvconnector.bench.shapes import (
     EngineShape,
     LayerGroup,
     ModelShape,
+    check_exchange,
     element_type,
     engine_geometry,
     with_types,
@@ -184,14 +185,7 @@ def build_report(
     """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
     if link_gbits is not None and not link_gbits > 0:  # rejects NaN too
         raise ConfigError("--link must be positive", link_gbits=link_gbits)
-    whole = [group.kind for group in model.layer_groups if not group.is_cut]
-    if whole and prefill.tp != decode.tp:
-        raise ConfigError(
-            "engines exchange these layers only with equal tensor parallelism: give both the same tp",
-            layers=whole,
-            prefill=prefill.tp,
-            decode=decode.tp,
-        )
+    check_exchange(model, prefill, decode)
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvconnector.bench import file_errors
 from kvconnector.bench.results import fewest_samples
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, check_exchange, with_types
 from kvconnector.bench.simulated_ranks import Costs
 from kvconnector.bench.simulation import Cluster, Outcome, Request, Simulation
 from kvconnector.bench.sizes import MAX_TOKENS, parse_numbers
@@ -113,6 +113,8 @@ def simulate(
     """Simulate growing clusters: greetings, control messages, staging slots, times to completion. Nothing is sent."""
     if not engines or min(engines) < 2 or max(engines) > MAX_ENGINES:
         raise ConfigError(f"a cluster has two engines to {MAX_ENGINES}", engines=engines)
+    prefill, decode = with_types(model, prefill, decode)
+    check_exchange(model, prefill, decode)
     report = Report(
         model=model,
         prefill=prefill,

@@ -99,3 +99,25 @@ def test_the_99th_percentile_takes_a_hundred_requests(capsys):
 def test_a_simulation_of_too_many_requests_is_refused_at_once(capsys):
     assert main(["simulate", "--rate", "1e300"]) == 2
     assert "at most 10000000 requests" in capsys.readouterr().err
+
+
+def test_engines_of_two_types_of_elements_convert_as_they_do_in_a_plan(capsys):
+    (row,) = simulated(capsys, "--engines", "2", "--decode", "tp=2,dtype=float8_e4m3fn")["rows"]
+    assert row["succeeded"] == row["requests"]
+
+
+def test_engines_that_exchange_nothing_are_refused_before_the_first_request(capsys, tmp_path):
+    """Not simulated, with a failure for each request."""
+    config = {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 512,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["simulate", *QUICK, "--model", str(path), "--prefill", "tp=4"]) == 2
+    assert "give both the same tp" in capsys.readouterr().err
