@@ -1,6 +1,8 @@
 """The driver lock's waits, in a clock that passes with each look at it. Ownership and wake-ups: test_pump.py."""
 
 import ctypes
+import os
+import select
 import threading
 import time
 from itertools import groupby
@@ -9,6 +11,7 @@ import pytest
 
 from kvconnector.datapath.pump import pacing
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.loop_calls import wait_until_free
 from tests.support.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.ucx
@@ -135,3 +138,36 @@ def test_a_loop_that_offers_work_sleeps_meanwhile(make_pair):
     assert path.lock.has_pending()
     # 100 sleeps of a millisecond; without them thousands of looks
     assert len(looks) < 1500
+
+
+def test_the_end_of_inline_progress_wakes_the_drivers_thread(make_pair):
+    """Until then nobody sees by itself what is reported."""
+    path = make_pair().d.path
+    path.release(0.0)
+    assert path.lock.try_acquire()
+    assert not path.lock.notify()
+    os.eventfd_read(path.state.wake_fd)
+    path.release(0.0)
+    assert select.select([path.state.wake_fd], [], [], 0.0)[0]
+    assert path.lock.notify()
+
+
+def test_who_waits_for_the_lock_waits_until_it_is_free(make_pair):
+    path = make_pair().d.path
+    path.release(0.0)
+    assert path.lock.try_acquire()
+    order, began = [], threading.Event()
+
+    def wait():
+        began.set()
+        wait_until_free(path.state.address)
+        order.append("free")
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert began.wait(DEADLINE_S)
+    time.sleep(0.02)  # a wait that ends at once would end now
+    order.append("released")
+    path.release(0.0)
+    waiter.join(DEADLINE_S)
+    assert order == ["released", "free"]
