@@ -203,13 +203,15 @@ def test_abandoned_requests_end_and_loads_among_them_do_not_count():
     assert orders[3:] == [hold("g"), WithdrawRequest("g")]
     assert outbox.awaited() == ["a", "b", "g", "r"]
     outbox.load_ended("a", extra=b"token")
-    outbox.load_ended("b", KVConnectorError("dropped"))
+    # what it has read counts no more: its blocks lose their memory
+    outbox.load_ended("b", KVConnectorError("dropped"), filled_tokens=8)
     outbox.released("r", "aborted")
     outbox.released("g", "aborted")
     assert outbox.awaited() == []
     assert outbox.is_waiting  # for the prompt that is followed
     output = outbox.take()
     assert output.failed_recving.keys() == output.finished_recving
+    assert output.stats.failures["TransferAbortedError"] == 2  # of "over" and "a"
     assert output.finished_recving == {"a", "b", "over", "failed"}
     assert (output.extras, output.filled_tokens) == ({}, {})
     assert output.finished_sending == {"r"}

@@ -359,6 +359,21 @@ def strange(number):
     return EngineAddress(EngineId("p"), f"tcp://192.0.2.1:{number + 1}")
 
 
+@pytest.mark.parametrize(
+    "refusal, error",
+    [
+        (m.Refusal.INCOMPATIBLE, IncompatiblePeerError),
+        (m.Refusal.NOT_GREETED, RemoteProtocolError),
+    ],
+)
+def test_a_load_fails_with_the_reason_of_a_refused_look_up(side, refusal, error):
+    (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
+    refused = m.DirectoryRefused(refusal=refusal, text="another engine is here")
+    (ended,) = harness.of(side.receive(opened.link, refused), "finish_load")
+    assert type(ended.error) is error
+    assert "another engine is here" in str(ended.error)
+
+
 def wanted_of(number):
     key = m.TransferKey(transfer_id=f"t{number}", secret=harness.SECRET)
     return harness.want(f"w{number}", address=strange(number), key=key)

@@ -414,6 +414,15 @@ def test_a_part_of_a_load_with_windows_does_not_count_as_filled():
     assert ended.load.filled_tokens is None
 
 
+def test_a_streamed_prompt_is_complete_without_a_group_that_its_producer_lacks():
+    side = harness.consumer()
+    (link,) = harness.connect(side, is_followed=True)
+    both = 2 * harness.BLOCKS
+    side.handle(LoadRequest("w", ((0, 12), (0, 12)), both, ()))
+    (started,) = harness.of(side.receive(link, _report(12, is_complete=True)), "start_receive")
+    assert harness.finished(side.handle(ev.ReceiveFinished(started.read))) == harness.OK
+
+
 def _rank_without_layers():
     """Make a consumer rank that holds no layer of a model whose second stage has none, with a ready producer."""
     parts = (FakePart("k", 2, 4), FakePart("v", 2, 4))
