@@ -218,6 +218,7 @@ CASES = (
     Case("kill-recompute", s.killed, **LOST),
     Case("kill-fail", s.killed, leaves_nothing=False),
     Case("restart", s.restarted),
+    Case("reset", s.reset, policy="recompute", has_nixl=False),
     Case("consumer-gone", s.consumer_gone, options={"kv_lease_duration": 6}, leaves_nothing=False),
     Case(
         "reclaimed",

@@ -10,6 +10,8 @@ from tests.vllm.harness.report import becomes
 
 LENGTHS = (7, 64, 130, 600, 2000)
 SETTLE_S = 0.5
+AT_ONCE_S = 10.0
+"""Seconds, a third of a lease's."""
 BOUNDARIES = (5, 127, 128, 129, 1000, 1024, 1025, 4096)
 """Prompts that end before, with and after a window, a block and rows of 4 and of 128 tokens."""
 STEPS = 200
@@ -368,6 +370,23 @@ def killed(pair, outcome):
     outcome.check("the decode engine later", pair.alone(prompt), expected)
     outcome.complaints += pair.leftovers("decode")
     outcome.check("the request's end", answer.reason, "length" if is_recomputed else "error")
+
+
+def reset(pair, outcome):
+    """As for new weights, the prefill engine takes its offers back at once: the decode engine computes the prompt."""
+    prompt = prompt_of(600, seed=5)
+    expected = pair.alone(prompt)
+    _compare(pair, outcome, "before", prompt, expected)
+    pair.decode.forget()
+    offer = pair.prefilled(prompt)
+    began_s = time.monotonic()
+    pair.prefill.forget(has_tier=True)
+    outcome.check("at once", time.monotonic() - began_s < AT_ONCE_S, True)
+    answer = pair.decode.ask(prompt, offer)
+    outcome.compare("after", answer, expected)
+    outcome.check("computed", answer.computed_tokens, len(prompt))
+    pair.decode.forget()
+    _compare(pair, outcome, "a later offer", prompt, expected)
 
 
 def restarted(pair, outcome):
