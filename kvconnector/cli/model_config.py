@@ -874,7 +874,7 @@ class _Config:
         architecture = self.architecture
         if architecture == "jamba":
             period = optional("attn_layer_period", 8, least=1)
-            offset = optional("attn_layer_offset", 4)
+            offset = optional("attn_layer_offset", 0)
             return ["full" if i % period == offset else "mamba" for i in layers]
         if architecture == "bamba":
             own: list[int] = optional("attn_layer_indices", [])
