@@ -54,6 +54,6 @@ def test_the_highest_id_is_found_in_the_bytes(ids):
 def test_a_block_holds_one_part_of_a_prompt():
     blocks = GroupBlocks.of([7, 3, 7])
     assert blocks.covering(range(32), 16, what="blocks").block_ids.tolist() == [7, 3]
-    with pytest.raises(BlockIdError, match="blocks name one twice") as refused:
+    with pytest.raises(BlockIdError, match="blocks name a block twice") as refused:
         blocks.covering(range(33), 16, what="blocks")
     assert refused.value.context == {"blocks": 3, "distinct": 2}
