@@ -652,7 +652,14 @@ def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
 
 def check_exchange(model: ModelShape, prefill: EngineShape, decode: EngineShape) -> None:
     """Raise ConfigError or IncompatiblePeerError if engines of these shapes cannot exchange this model's caches."""
-    whole = [group.kind for group in model.layer_groups if not group.is_cut]
+    # vLLM's engines cut B and C by channels, whose number grows with the ranks that share a group of Mamba's heads
+    shared = {
+        group.kind
+        for group in model.layer_groups
+        for name, units, *_ in group.parts
+        if name in SHARED_INPUTS and (units % prefill.tp or units % decode.tp)
+    }
+    whole = sorted({group.kind for group in model.layer_groups if not group.is_cut} | shared)
     if whole and prefill.tp != decode.tp:
         raise ConfigError(
             "engines exchange these layers only with equal tensor parallelism: give both the same tp",

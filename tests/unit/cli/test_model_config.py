@@ -666,7 +666,8 @@ def planned(capsys, tmp_path, config, *arguments):
     ],
 )
 def test_each_kind_of_layer_is_planned_by_its_retention(capsys, tmp_path, config, expected, cut):
-    if cut[1] != "block=1" and config["model_type"] in ("lfm2", "minimax_m1"):
+    whole = ("falcon_h1", "granitemoehybrid", "lfm2", "minimax_m1")
+    if cut[1] != "block=1" and config["model_type"] in whole:
         pytest.skip("engines exchange these states with equal tensor parallelism only")
     report = json.loads(planned(capsys, tmp_path, config, *cut, "--json"))
     found = {}
@@ -930,13 +931,23 @@ def test_a_float32_checkpoint_is_served_in_16_bits(capsys, tmp_path):
     assert report["total_bytes"] == kv(32, TOKENS, 8, 128)
 
 
-def test_states_that_engines_do_not_cut_are_refused_between_other_sizes(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "config, state", [(LFM_2, "short convolution state"), (GRANITE_4, "Mamba state")]
+)
+def test_states_that_engines_do_not_cut_are_refused_between_other_sizes(
+    capsys, tmp_path, config, state
+):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LFM_2))
+    path.write_text(json.dumps(config))
     assert main(["plan", "--model", str(path), "--prefill", "tp=2"]) == 2
     text = capsys.readouterr().err
     assert "give both the same tp" in text
-    assert "short convolution state" in text
+    assert state in text
+
+
+def test_states_whose_groups_the_ranks_share_out_are_cut(capsys, tmp_path):
+    """Eight groups over four ranks and over two."""
+    planned(capsys, tmp_path, NEMOTRON_H, "--prefill", "tp=4", "--decode", "tp=2")
 
 
 MINISTRAL = {  # params.json, Mistral's own format
