@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import textwrap
 from functools import cache
 from types import SimpleNamespace
@@ -200,19 +201,7 @@ def test_more_log_probabilities_than_a_row_holds_are_refused(queues, side):
             output_token_logprobs_idx=[1],
         )
         problem = _ask(queues[side], GOOD, logprob=logprob)
-        filled = SimpleNamespace(
-            output_ids=[1],
-            metadata_buffer_index=0,
-            bootstrap_room=7,
-            return_logprob=True,
-            return_sampling_mask=False,
-            hidden_states_tensor=None,
-            disagg_kv_sender=None,
-            multimodal_inputs=None,
-            get_mm_token_counts=lambda: (0, 0, 0),
-            logprob=logprob,
-            **dict.fromkeys(_CACHED, 0),
-        )
+        filled = _computed(logprob)
         if problem is None:
             _metadata().set_buf(filled)
         else:
@@ -222,6 +211,51 @@ def test_more_log_probabilities_than_a_row_holds_are_refused(queues, side):
 
 
 _CACHED = ("cached_tokens", "cached_tokens_device", "cached_tokens_host", "cached_tokens_storage")
+
+
+def _computed(logprob):
+    """Return a request whose first token has been computed, with log probabilities if it asks for them."""
+    return SimpleNamespace(
+        output_ids=[1],
+        metadata_buffer_index=0,
+        bootstrap_room=7,
+        return_logprob=logprob is not None,
+        return_sampling_mask=False,
+        hidden_states_tensor=None,
+        disagg_kv_sender=None,
+        multimodal_inputs=None,
+        get_mm_token_counts=lambda: (0, 0, 0),
+        logprob=logprob,
+        **dict.fromkeys(_CACHED, 0),
+    )
+
+
+def test_a_row_has_no_log_probabilities_of_an_earlier_request(queues):
+    """A decode server that asks for what its prefill server was not asked for reads the row all the same."""
+    import torch
+
+    logprob = SimpleNamespace(
+        top_logprobs_num=2,
+        output_top_logprobs_val=[[-0.5, -1.5]],
+        output_top_logprobs_idx=[[11, 12]],
+        output_token_logprobs_val=[-0.5],
+        output_token_logprobs_idx=[11],
+    )
+    rows = _metadata()
+
+    def row(name):
+        return getattr(rows, name)[0][:3].tolist()
+
+    rows.set_buf(_computed(logprob))
+    assert row("output_top_logprobs_val")[:2] == [-0.5, -1.5]
+    assert math.isnan(row("output_top_logprobs_val")[2])
+    assert row("output_token_logprobs_idx")[0] == 11
+    rows.set_buf(_computed(None))
+    for name in ("output_token_logprobs_val", "output_top_logprobs_val"):
+        assert getattr(rows, name)[0].isnan().all()
+    for name in ("output_token_logprobs_idx", "output_top_logprobs_idx"):
+        assert not torch.any(getattr(rows, name)[0])
+    assert row("output_ids")[0] == 1
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

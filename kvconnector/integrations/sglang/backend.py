@@ -64,7 +64,7 @@ from kvconnector.integrations.model_values import (
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.media import feature_namespace
-from kvconnector.integrations.sglang.metadata import name_columns
+from kvconnector.integrations.sglang.metadata import forget_earlier_request, name_columns
 from kvconnector.integrations.sglang.numbers import ELEMENTS, numbers_of_pool
 from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
 from kvconnector.integrations.sglang.rank import RankTransfers
@@ -267,6 +267,7 @@ def hook_queues() -> None:
     HookRegistry.register(COLUMNS, name_columns, HookType.AFTER)
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
     HookRegistry.register(DEFER_RELEASE, keep_until_safe, HookType.BEFORE)
+    HookRegistry.register(METADATA, forget_earlier_request, HookType.BEFORE)
     HookRegistry.register(METADATA, note_end, HookType.BEFORE)
     HookRegistry.register(CREATE_SENDER, create_sender, HookType.AROUND)
     HookRegistry.register(CREATE_RECEIVER, create_receiver, HookType.AROUND)

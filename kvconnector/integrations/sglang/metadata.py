@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import sys
 from collections.abc import Container, Iterable, Sequence
@@ -83,6 +84,26 @@ def name_columns(found: tuple[Any, ...], buffers: Any) -> tuple[Any, ...]:
         if isinstance(value, torch.Tensor) and names.get(value.data_ptr()) not in KNOWN:
             names[value.data_ptr()] = name
     return NamedPointers(pointers, [names.get(each, "") for each in pointers]), *others
+
+
+def forget_earlier_request(buffers: Any, req: Any) -> None:
+    """Empty the columns of a row that SGLang fills only if the request asks for them: a hook before `set_buf`.
+
+    A decode server may be asked for more than its prefill server, as when a router leaves log probabilities out of the
+    prefill request. It would answer with those of the request that had the row before. With this it gets NaN, which
+    SGLang's answers show as null, and an empty sampling mask.
+
+    Args:
+        buffers: The `MetadataBuffers`.
+        req: The request, with its row's number in `metadata_buffer_index`.
+    """
+    row = req.metadata_buffer_index
+    for name in ("output_token_logprobs_val", "output_top_logprobs_val", MASKS[2]):
+        if (values := getattr(buffers, name, None)) is not None:
+            values[row].fill_(math.nan)
+    for name in ("output_token_logprobs_idx", "output_top_logprobs_idx", MASKS[0]):
+        if (values := getattr(buffers, name, None)) is not None:
+            values[row].zero_()
 
 
 class MetadataRows:

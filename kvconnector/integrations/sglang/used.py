@@ -130,7 +130,10 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),
     # what its columns are is asked at start
     Name(f"{UTILS}:MetadataBuffers.get_buf_infos"),
-    Fields(f"{UTILS}:MetadataBuffers", ("output_ids", "bootstrap_room", "output_top_logprobs_val")),
+    Fields(
+        f"{UTILS}:MetadataBuffers",
+        ("output_ids", "bootstrap_room", "output_top_logprobs_val", "output_token_logprobs_val"),
+    ),
     Mentioned(PREFILL, ("metadata_buffers",)),
     Mentioned(DECODE, ("metadata_buffers",)),
     Mentioned("srt/managers/schedule_batch.py", ("top_logprobs_num",)),

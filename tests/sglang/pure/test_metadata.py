@@ -16,6 +16,7 @@ from kvconnector.integrations.sglang.metadata import (
     SEED_COLUMNS,
     MetadataRows,
     NamedPointers,
+    forget_earlier_request,
     name_columns,
 )
 from tests.sglang.pure.pools import COLUMNS, NUM_ROWS, Model, Pools
@@ -48,6 +49,24 @@ def _rows(buffers, draft=0):
     args = SimpleNamespace(num_draft_entries=draft)
     args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = pointers, lengths, widths
     return MetadataRows(args, "cpu")
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["plain", "masks"])
+def test_what_a_request_did_not_ask_for_is_not_an_earlier_ones(masks):
+    """SGLang fills these columns only for requests that ask, and a decode server reads them if it was asked."""
+    names = {"val": torch.float32, "idx": torch.int32, "len": torch.int32}
+    buffers = SimpleNamespace(output_ids=torch.ones(NUM_ROWS, 16))
+    for name in (*OWN_COLUMNS[2:6], *MASKS):
+        is_there = masks or name not in MASKS
+        kind = names.get(name.rpartition("_")[2], torch.float32)
+        setattr(buffers, name, torch.full((NUM_ROWS, 8), 5, dtype=kind) if is_there else None)
+    forget_earlier_request(buffers, SimpleNamespace(metadata_buffer_index=SENT))
+    for name in (*OWN_COLUMNS[2:6], *(MASKS[::2] if masks else ())):
+        column = getattr(buffers, name)
+        row = column[SENT]
+        assert row.isnan().all() if column.is_floating_point() else not row.any()
+        assert (column[READ] == 5).all(), "another request's row"
+    assert buffers.output_ids[SENT, 0] == 1
 
 
 def _write(buffers):
