@@ -265,7 +265,7 @@ def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_require
             assert warned.falls_back_to_tcp(warned.connect(on_another_host(peer)))
     (record,) = caplog.records
     lanes = warned.lanes(endpoint)  # not lo's, which UCX 1.20.0 cannot use
-    assert f"by {lanes}, although" in record.getMessage()
+    assert f"over {lanes}, although" in record.getMessage()
     assert "mlx5_0:1, mlx5_1:1" in record.getMessage()
     strict.connect(peer.address)
     with pytest.raises(IncompatiblePeerError, match=f"ucx.require_rdma is set.*{lanes=}"):

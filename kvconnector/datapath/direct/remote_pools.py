@@ -78,9 +78,7 @@ class RemotePools:
         """
         if self._statm >= 0:
             check_alive(self._statm, self._pid)
-        assert (
-            self._board
-        )  # the board lies within the mapping; any other address would crash this process
+        assert self._board, "an address outside the mapping would crash this process"
         if not is_valid(self._board, self._num_buckets, key, token_stop, layer_stop):
             return False
         # the epoch is read after the lease: a lease on memory that has replaced what is mapped here is published only
