@@ -693,14 +693,15 @@ static void run_loop(void)
 struct locked {
     struct kvc_state state;
     int64_t num_turns; /* plain: only the owner of the lock may touch it */
-    _Atomic(int) ended;
+    _Atomic(int) begun, ended;
 };
 
 static void *drive(void *argument)
 {
     struct locked *shared = argument;
     struct kvc_state *state = &shared->state;
-    while (!atomic_load(&shared->ended)) {
+    atomic_store(&shared->begun, 1);
+    do {
         state->entering = KVC_DRIVER;
         kvc_run_loop(state);
         while (!kvc_try_acquire(state, KVC_DRIVER, 0, 0))
@@ -709,7 +710,7 @@ static void *drive(void *argument)
         shared->num_turns++;
         state->yield_gil_us = (int64_t)draw(3) * 10;
         state->offer_work_ns = (int64_t)draw(3) * 50000;
-    }
+    } while (!atomic_load(&shared->ended));
     return NULL;
 }
 
@@ -749,6 +750,9 @@ static void run_lock(void)
     struct kvc_tag_info info;
     struct locked shared = {.state = new_state(&lock, &wake, runs, &info)};
     pthread_t driver = start(drive, &shared), engines[2];
+    /* on a busy machine the engines' threads could end first, without ever finding the lock free */
+    while (!atomic_load(&shared.begun))
+        usleep(20);
     for (int index = 0; index < 2; index++)
         engines[index] = start(run_inline, &shared);
     for (int index = 0; index < 2; index++)
