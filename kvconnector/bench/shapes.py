@@ -103,8 +103,8 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool = True
 
     def drafting(self, num_tokens: int) -> LayerGroup:
-        """Return these layers in an engine of vLLM that drafts so many tokens at once: convolutions keep their inputs,
-        too.
+        """Return these layers in an engine of vLLM that drafts `num_tokens` tokens at once: convolutions also keep the
+        inputs of drafts.
         """
         inputs = [part for part in self.parts if part[0].startswith("conv-")]
         # a channel has one input a token; in a part that a group of heads shares, channels are not counted one by one

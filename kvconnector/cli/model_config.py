@@ -148,7 +148,7 @@ LATENTS = re.compile("deepseek|kimi|glm|longcat|axk1|bailing_hybrid|hy_v4")
 UNNAMED = "the model's configuration does not name the kinds of its layers"
 WINDOWS = ("sliding_attention", "chunked_attention")
 PERIODS = ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
-"""Fields that say that one layer in so many keeps every token."""
+"""Fields that give the period at which a layer keeps every token."""
 ATTENTION_FIELDS = re.compile(
     r"attn|attention|head|kv|mqa|gqa|mla|multi_query|(?:^|_)(?:key|value|query|qk)(?:_|$)|lora_rank|latent"
     r"|window|chunk|sliding|index|compress|layers?_(?:block_)?type|block_(?:config|type)|pattern|mamba|ssm|state_size"

@@ -23,10 +23,12 @@ Losses are noticed at once if a process closes or dies, and after `host_timeout_
 TCP's keepalive and user timeout. A process that is stopped, or whose threads hang, is not noticed here, since its
 kernel answers: the sessions have heartbeats for that. ZMTP's own are off, see `zmq_sockets`. An earlier build that
 sends some can still make libzmq abort this process: if a heartbeat follows more messages than are read ahead of a
-`poll`, in the same few kilobytes, and the connection is reset before that `poll`. To read ahead without a bound would
-avoid it, and let one peer fill the memory; libzmq can neither be told to ignore heartbeats nor to read one message at a
-time, and a ROUTER cannot leave one peer's messages unread. An accepted connection that never sent
-a message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
+`poll`, in the same few kilobytes, and the connection is reset before that `poll`. Reading ahead without a bound would
+avoid that, but let one peer fill the memory. libzmq has no option to ignore heartbeats or to read one message at a
+time, and a ROUTER cannot leave one peer's messages unread.
+
+An accepted connection that never sent a message has no handle, so its loss is not reported. Each channel has a ZMQ
+context and I/O thread of its own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ which, and the `CacheLayout` that it returns makes views of a tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,9 +134,12 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
 def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) -> tuple[int, ...]:
     order = tuple(range(num_axes))
     stated = getattr(backend, "get_kv_cache_stride_order", None)
+    if stated is None:
+        return order
     try:
-        with suppress(NotImplementedError):
-            order = order if stated is None else tuple(stated(cross_layers))
+        order = tuple(stated(cross_layers))
+    except NotImplementedError:
+        return order
     except AttributeError as error:
         # to use the shape's order would be a guess, and a wrong guess reads wrong bytes
         raise GeometryError(
