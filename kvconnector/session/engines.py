@@ -146,11 +146,10 @@ class RemoteEngines:
             del self._to_notify[engine]
             self._queued[engine] = None
         elif engine.state is EngineState.RESOLVING:
-            asked_at = engine.until - self.patience_s(engine)
-            if now > asked_at + self._settings.timeout_s:
+            if now > engine.asked_at + self._settings.timeout_s:
                 # a connection attempt over a broken network may keep hanging long after the network works again
                 self._close(engine)
-                self._resolve(engine, now)
+                self._ask_directory(engine, now)
         elif engine.state is EngineState.BACKOFF:
             # an engine at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
@@ -250,6 +249,11 @@ class RemoteEngines:
             self._strangers[engine] = None
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine)
+        self._ask_directory(engine, now)
+
+    def _ask_directory(self, engine: RemoteEngine, now: float) -> None:
+        """Ask an engine's directory for its workers. How long the engine may take in all does not change."""
+        engine.asked_at = now
         link = engine.directory_link = Link(next(self._link_numbers), engine)
         engine.has_named_ranks = False
         # this guess is right for an engine like ours. Its geometry will show which ranks we really need

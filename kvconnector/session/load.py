@@ -546,11 +546,11 @@ class RemoteEngine(Tracked[EngineState]):
     `row_tokens` has those of each of its cache groups. Once it is ready,
     `chunk_bytes` is the longest chunk that we and all of its workers take, and it `was_ready`, even if it is lost.
 
-    `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
-    was asked for the very workers that we need. `ungreeted` are those that have not answered or are not warm yet. All
-    are looked at when it is `silent_at`, before which none is given up. The next heartbeat is due at `heartbeat_at`.
-    `unsent_endings` are sent once it has greeted us. `reads` are those whose slots are not free yet. `loss` is why it
-    was lost last.
+    `until` ends the present attempt or pause. Its directory was last asked at `asked_at`, and `has_named_ranks` if that
+    was for the very workers that we need. A transfer last ended at `idle_since`. `ungreeted` are those that have not
+    answered or are not warm yet. All are looked at when it is `silent_at`, before which none is given up. The next
+    heartbeat is due at `heartbeat_at`. `unsent_endings` are sent once it has greeted us. `reads` are those whose slots
+    are not free yet. `loss` is why it was lost last.
     """
 
     def __init__(self, table: Table[EngineState], name: EngineAddress) -> None:
@@ -559,6 +559,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.attempts = 0
         self.was_ready = False
         self.until = 0.0
+        self.asked_at = 0.0
         self.heartbeat_at = 0.0
         self.idle_since = 0.0
         self.directory_link: Link | None = None

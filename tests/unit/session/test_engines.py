@@ -416,6 +416,19 @@ def test_an_engine_that_nobody_wants_any_more_has_no_turn():
     assert not harness.of(side.settle(), "open_link")
 
 
+def test_requests_that_keep_coming_do_not_prolong_the_greeting_of_an_engine():
+    """Otherwise an address where nobody answers keeps its place, and other unknown engines never have their turn."""
+    side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
+    side.handle(wanted_of(0))
+    side.now = harness.PEER_S + 1.0
+    again = side.handle(harness.want("again", address=strange(0)))
+    assert [each.address for each in harness.of(again, "open_link")] == [strange(0).address]
+    side.handle(wanted_of(1))
+    side.now = FIRST_GREETING_FACTOR * harness.HELLO_S
+    opened = harness.of(side.settle(), "open_link")
+    assert [each.address for each in opened] == [strange(1).address]
+
+
 def test_engines_that_were_met_do_not_wait_for_unknown_ones():
     side = harness.consumer(peer=harness.PeerConfig(max_unknown_engines=1))
     (link,) = harness.connect(side)
