@@ -30,7 +30,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     request's blocks wait for the peer; and `read`. A packed load also has `wire`, from the first to the last chunk's
     arrival, and `unpack`, from the first chunk's arrival until the last chunk is in place; the part of `read` before
     these is the producer's time. The phases of a lease are `fill`, while its prompt is being computed, `hold`, and for
-    each packed read a `send` with `pack` and `wire`, until the last chunk is packed and sent.
+    all packed reads together `send`, with `pack` and `wire` until the last chunk is packed and sent.
 
     The `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". `waited_s`
     is the time for which a load's blocks waited, the exposed part of the handover; for a streamed prompt only the wait

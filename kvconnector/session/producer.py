@@ -343,7 +343,7 @@ class ProducerSession:
                 refusal, text = Refusal.INTERNAL, event.error.statement
             self._end_read(send.link, send.read.read_id, event.sent_chunks, refusal, text)
         del lease.sends[send]
-        lease.trace.sends += (Phase("send", send.began, now), *event.phases)
+        lease.trace.sent((Phase("send", send.began, now), *event.phases))
         if lease.sends or lease.state is LeaseState.FILLING:
             return
         if lease.outcome is not None:

@@ -30,11 +30,7 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         self.nbytes += nbytes
         self.seconds = max(self.seconds, seconds)
         self.paths |= {path}
-        for new in phases:
-            old = self.parts.setdefault(new.name, new)
-            if old is not new:
-                times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
-                self.parts[new.name] = Phase(new.name, *times)
+        _merge(self.parts, phases)
 
     def ended(self, request_id: str, outcome: str, now: float, ahead_s: float) -> RequestTrace:
         """Return the report on the load, which ends `now`. Its phases are in seconds of a clock that is `ahead_s` ahead
@@ -59,18 +55,33 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
 
 
 class HoldTrace(msgspec.Struct, eq=False, gc=False):
-    """The times of a lease, which fills while its prompt is computed and then waits for its consumers."""
+    """The times of a lease, which fills while its prompt is computed and then waits for its consumers. `parts` are the
+    phases of its packed reads by name: a prompt that is streamed has thousands of these.
+    """
 
     granted_s: float
     complete_s: float
-    sends: tuple[Phase, ...] = ()
+    parts: dict[str, Phase] = {}
+
+    def sent(self, phases: tuple[Phase, ...]) -> None:
+        """Record that a packed read is over. Phases of one name are merged over all reads."""
+        _merge(self.parts, phases)
 
     def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
         """Return the phases up to `now`, in seconds of a clock that is `ahead_s` ahead of the session's."""
         parts = [
             ("hold", self.complete_s, now),
-            *[(p.name, p.start_s, p.end_s) for p in self.sends],
+            *[(p.name, p.start_s, p.end_s) for p in self.parts.values()],
         ]
         if self.complete_s > self.granted_s:
             parts.insert(0, ("fill", self.granted_s, self.complete_s))
         return tuple([Phase(name, start + ahead_s, end + ahead_s) for name, start, end in parts])
+
+
+def _merge(parts: dict[str, Phase], phases: tuple[Phase, ...]) -> None:
+    """Extend each of the parts to the phase of its name."""
+    for new in phases:
+        old = parts.setdefault(new.name, new)
+        if old is not new:
+            times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
+            parts[new.name] = Phase(new.name, *times)

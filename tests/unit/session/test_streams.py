@@ -18,6 +18,7 @@ from kvconnector.ids import Rank
 from kvconnector.layout import ALL_LAYERS, GroupBlocks, Watermark
 from kvconnector.session import ConsumerSession, load, peers
 from kvconnector.session import events as ev
+from kvconnector.session.completion import Phase
 from kvconnector.session.consumer import LOAD_TABLE
 from kvconnector.session.engines import ENGINE_TABLE
 from kvconnector.session.lease import lease_key
@@ -124,6 +125,26 @@ def test_late_messages_do_not_reach_the_next_transfer_of_a_name():
     assert [refusal for _, refusal, _ in _refused(late)] == [Refusal.UNKNOWN_TRANSFER]
     other = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
     assert _progress(side.handle(harness.follow(-1, other))) == [(0, False)]
+
+
+def test_the_report_on_a_prompt_has_as_many_phases_for_any_number_of_reads():
+    """A long prompt is read in thousands of pieces, by each of its readers."""
+    side = _filling()
+    side.handle(_granted(8))
+    for number in range(1, 101):
+        side.now += 1.0
+        asked = side.receive(-1, harness.read(number, tokens=range(8), blocks=()))
+        (started,) = harness.of(asked, "start_send")
+        side.now += 0.5
+        packed = Phase("pack", side.now - 0.25, side.now)
+        side.handle(ev.SendOver(started.send, phases=(packed,)))
+    (ended,) = harness.of(side.handle(_granted(12, is_complete=True), harness.done()), "release")
+    assert ended.trace.phases(150.0, 10.0) == (
+        Phase("fill", 10.0, 160.0),
+        Phase("hold", 160.0, 160.0),
+        Phase("send", 11.0, 160.0),
+        Phase("pack", 11.25, 160.0),
+    )
 
 
 def test_reads_above_the_watermark_are_refused():
