@@ -87,8 +87,12 @@ class DirectoryService:
         return f"<DirectoryService {self._engine_id} at {self.control.address}, {state}>"
 
     def start(self) -> DirectoryService:
-        """Begin to answer."""
-        self._thread.start()
+        """Begin to answer. Raises RuntimeError: the system starts no thread; the port is free again."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self.control.close()
+            raise
         return self
 
     def turn(self, timeout_s: float) -> None:

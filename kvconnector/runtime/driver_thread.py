@@ -57,6 +57,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -125,13 +126,13 @@ class DriverThread:
         self._stuck_after_s = config.stuck_after_s
         self._seen_turns, self._seen_at_s, self._silent_s = 0, 0.0, 0.0
         self._context = None if pools.device == "cpu" else CudaContext(pools.device)
-        transport = open_transport(config, pools.device)
-        try:
+        with ExitStack() as opened:
+            transport = open_transport(config, pools.device)
+            opened.callback(transport.close)
             self._datapath: DataPath = open_datapath(config, pools, transport)
+            opened.callback(self._datapath.close)
             self.control = open_control(config, 0)
-        except BaseException:
-            transport.close()
-            raise
+            opened.pop_all()
         self._build = partial(
             Driver,
             config,

@@ -65,21 +65,26 @@ def open_datapath(
     board, export, why_packed = None, None, ""
     if is_direct and sends:
         board, export, why_packed = _share(pools, copies, config.paths.shared_folder)
-    return DataPath(
-        config,
-        transport,
-        copies,
-        board=board,
-        export=export,
-        export_again=None
-        if board is None
-        else partial(export_pools, pools, board, config.paths.shared_folder),
-        why_packed=why_packed,
-        reads_directly=is_direct and receives and _can_read(copies),
-        send_slots=send_slots,
-        recv_slots=recv_slots,
-        clock=clock,
-    )
+    with ExitStack() as opened:
+        if board is not None:
+            opened.callback(board.close)
+        path = DataPath(
+            config,
+            transport,
+            copies,
+            board=board,
+            export=export,
+            export_again=None
+            if board is None
+            else partial(export_pools, pools, board, config.paths.shared_folder),
+            why_packed=why_packed,
+            reads_directly=is_direct and receives and _can_read(copies),
+            send_slots=send_slots,
+            recv_slots=recv_slots,
+            clock=clock,
+        )
+        opened.pop_all()
+    return path
 
 
 def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:

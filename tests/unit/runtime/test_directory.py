@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import struct
+import threading
 import warnings
 from contextlib import ExitStack, closing
 from fractions import Fraction
@@ -176,6 +177,18 @@ def test_a_directory_longer_than_a_message_may_be_is_refused_at_the_start():
         DirectoryService(serving, harness.directory())
     assert refused.value.context["max_message_bytes"] == 100
     assert serving.address not in hub.channels  # its port is free
+
+
+def test_a_directory_whose_thread_cannot_start_frees_its_port(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    hub = ControlHub(seed=0)
+    serving = hub.open()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        DirectoryService(serving, harness.directory()).start()
+    assert serving.address not in hub.channels
 
 
 @pytest.mark.parametrize("stated_bytes", [0, 1 << 20])

@@ -1,6 +1,7 @@
 """The lifetime of a worker, its caches, leases and thread."""
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import torch
 from msgspec import structs
 
 import kvconnector as kvc
+from kvconnector.datapath.pump import opening
 from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.errors import LocalError, WorkerStuckError
+from kvconnector.errors import ConfigError, LocalError, WorkerStuckError
 from kvconnector.runtime import driver_thread
 from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session import WorkerOutput
@@ -289,6 +291,33 @@ def test_a_with_statement_closes_the_worker(monkeypatch):
         worker.handshake()
     with pytest.raises(LocalError, match="registered only once"):
         worker.register(_caches())
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("what", ["open_control", "DataPath"])
+def test_a_registration_that_fails_leaves_nothing_behind(what, monkeypatch, tmp_path):
+    """Its caches may be registered again, once the mistake is corrected."""
+
+    def fail(*_, **__):
+        raise ConfigError("the address cannot be used")
+
+    config = structs.replace(
+        CONFIG, paths=structs.replace(CONFIG.paths, shared_folder=str(tmp_path))
+    )
+    caches = {0: (torch.zeros(256, 2, 64, 256),)}
+    worker = kvc.Worker(config, rank=(0, 0), model="m")
+    with monkeypatch.context() as broken:
+        broken.setattr(driver_thread if what == "open_control" else opening, what, fail)
+        for _ in range(2):
+            before = set(os.listdir("/proc/self/fd"))
+            with pytest.raises(ConfigError):
+                worker.register(caches)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [t for t in threading.enumerate() if t.name == "kvconnector-memory"]
+    assert list(tmp_path.iterdir()) == []
+    worker.register(caches)
+    assert len(list(tmp_path.iterdir())) == 1
+    worker.close()
 
 
 @pytest.mark.ucx
