@@ -15,7 +15,7 @@ spec.loader.exec_module(pictures)
 def test_the_picture_of_first_tokens_has_the_numbers_of_its_table(tmp_path):
     pytest.importorskip("matplotlib")
     found = pictures.first_tokens(pictures.TABLES.read_text())
-    assert [len(points) for points in found.values()] == [3] * 4
+    assert [len(points) for points in found.values()] == [3] * 3
     wanted = sorted(f"{ms:.1f}" for points in found.values() for ms in points.values())
     pictures.main(drawn := tmp_path / "drawn.svg")
     for picture in (drawn, ROOT / "docs/vllm-bench.svg"):
