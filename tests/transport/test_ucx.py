@@ -115,6 +115,28 @@ def test_sends_to_a_killed_process_end_and_others_go_on(options):
     doomed.release()
 
 
+def test_a_send_that_never_ends_does_not_release_the_gil_for_ever(monkeypatch):
+    """A busy engine's thread takes the GIL at each release, and keeps it for 5 ms."""
+    a, doomed = open_ucx_transport(), RemoteTransport({})
+    here, _ = met(a, doomed, 1)
+    kept, progress = [], a.libucp.worker_progress
+    monkeypatch.setattr(
+        a.libucp,
+        "worker_progress",
+        lambda keeps_gil: kept.append(keeps_gil) or progress(keeps_gil=keeps_gil),
+    )
+    ticket = a.send(here.endpoint, 2, HostMemory(2 * transport.MAX_HELD_BYTES).buffer)
+    a.progress()
+    assert not all(kept)
+    doomed.kill()
+    assert isinstance(first_error(a, ticket), PeerLostError)
+    kept.clear()
+    a.progress()
+    assert all(kept)
+    a.close()
+    doomed.release()
+
+
 @pytest.mark.parametrize("options", [{}, RENDEZVOUS_OVER_TCP], ids=["default", "tcp"])
 def test_a_large_message_of_a_killed_process_fails_its_receive(options):
     a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
