@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvconnector.bench.options import SEED, BenchOptions
-from kvconnector.bench.shapes import EngineShape, with_types
+from kvconnector.bench.shapes import EngineShape, rank_geometry, with_types
 from kvconnector.bench.sizes import format_move
 from kvconnector.errors import ConfigError
 
@@ -133,6 +133,19 @@ class Deployment:
         """Return the number of blocks of an engine of this shape, by cache group."""
         longest = shape.first_blocks(self.options.model, self._longest)
         return tuple(SPARE_FACTOR * self.in_flight * count for _, count in longest)
+
+    def pool_bytes(self, side: str) -> int:
+        """Return the bytes of the caches of all ranks of the engine "prefill" or "decode"."""
+        shape = self.shapes[side]
+        counts = self.num_blocks(shape)
+        return sum(
+            count * group.block_size * part.token_bytes * len(group.layers)
+            for rank in shape.ranks
+            for count, group in zip(
+                counts, rank_geometry(self.options.model, shape, rank).groups, strict=True
+            )
+            for part in group.parts
+        )
 
     @property
     def _longest(self) -> int:

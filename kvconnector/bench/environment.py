@@ -56,6 +56,11 @@ def cpu_name() -> str:
     return _found_in("/proc/cpuinfo", r"(?m)^model name\s*:\s*(.+)$") or platform.machine()
 
 
+def free_memory_bytes() -> int:
+    """Return the memory that this host can still give away, as its kernel estimates it; 0 if that is not known."""
+    return int(_found_in("/proc/meminfo", r"(?m)^MemAvailable:\s*(\d+) kB$") or 0) << 10
+
+
 def has_cuda_driver() -> bool:
     """Returns True if this host has CUDA's driver, and so probably GPUs."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,13 +32,19 @@ from kvconnector.cli.console import (
     terminal,
 )
 from kvconnector.cli.statuses import EXIT_ERROR, EXIT_INTERRUPTED
+from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvconnector.bench.results import BenchReport, CaseResult, Measurement, ShowProgress
 
 
 def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the kind and both engines' GPUs of "cpu", "cuda" or "cuda:0,1:2,3"."""
+    """Return the kind and both engines' GPUs of "cpu", "cuda" or "cuda:0,1:2,3". Raises ConfigError: something else."""
+    if not re.fullmatch(r"cpu|cuda(:\d+(,\d+)*){0,2}", text):
+        raise ConfigError(
+            "a device must be cpu, cuda, or cuda:0,1:2,3, which names the producers' GPUs first",
+            given=text,
+        )
     kind, _, gpus = text.partition(":")
     producers, _, consumers = gpus.partition(":")
     return kind, (parse_numbers(producers), parse_numbers(consumers))

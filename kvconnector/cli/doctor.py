@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import stat
@@ -58,11 +59,24 @@ DEFAULTS = ConnectorConfig.from_mapping({"engine_id": "doctor", "control": {"ins
 text_option = partial(click.option, default="", show_default=False)
 
 
+def _device(text: str) -> str:
+    """Return "cpu", "cuda" or "cuda:N" unchanged. Raises ConfigError: it is something else."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ConfigError("a device must be cpu, cuda or cuda:N", given=text)
+    return text
+
+
 @click.command()
 @click.option(
     "--keys", type=PATH, help="Directory of key files; default: those that the environment names."
 )
-@click.option("--device", default="cpu", help="Where the test caches are: cpu or cuda:N.")
+@click.option(
+    "--device",
+    type=_device,
+    metavar="DEVICE",
+    default="cpu",
+    help="Where the test caches are: cpu, cuda or cuda:N.",
+)
 @text_option("--tls", help="UCX_TLS for the test transfer.")
 @click.option(
     "--peer",
@@ -115,6 +129,8 @@ def doctor(
     """
     if not peer and (model or dtype or decode or name):
         raise ConfigError("--model, --dtype, --decode and --name are used only with --peer")
+    if sum(map(bool, (peer, params, engine))) > 1:
+        raise ConfigError("--peer, --params and --engine are checks of their own: give one of them")
     found = examine_host(keys=keys, device=device, tls=tls)
     if peer:
         local = _local_engine(model, dtype, decode, name) if model else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench import file_errors
+from kvconnector.bench import file_errors, read_file
 from kvconnector.cli.console import Finding
 from kvconnector.cli.peer_greeting import PeerGreeting, reason_for_silence, resolve, whole_engine
 from kvconnector.config import ConnectorConfig
@@ -100,7 +100,7 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
     engine that they name answers. Raises KVConnectorError: they cannot be read, or are not a producer's.
     """
     with file_errors("cannot read kv_transfer_params", path):
-        found = msgspec.json.decode(path.read_bytes())
+        found = msgspec.json.decode(read_file(path))
     params = found.get("kv_transfer_params", found) if isinstance(found, dict) else found
     if not isinstance(params, dict):
         raise ConfigError("kv_transfer_params must be a JSON object", got=type(params).__name__)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from kvconnector.bench import file_errors
+from kvconnector.bench import file_errors, read_file
 from kvconnector.bench.shapes import LayerGroup, ModelShape, compressed_mla, parts_of_token
 from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
@@ -284,11 +284,14 @@ def _renamed_of_mistral(params: dict[str, Any], path: str) -> dict[str, Any]:
     is_mla = bool(fields.get("qk_nope_head_dim"))
     window = fields.get("sliding_window")
     if isinstance(window, list):  # one for each layer of a period, null for all tokens
-        if len(sizes := {*window} - {None}) != 1:
+        sizes = {each for each in window if type(each) is int}
+        if len(sizes) != 1 or not all(each is None or each in sizes for each in window):
             raise ConfigError("windows of several sizes are not known", path=path, found=window)
         (fields["sliding_window"],) = sizes
         kinds = ["sliding_attention" if each else "full_attention" for each in window]
-        fields["layer_types"] = kinds * -(-int(fields["num_hidden_layers"]) // len(kinds))
+        num_layers = fields["num_hidden_layers"]
+        if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS:  # others are refused below
+            fields["layer_types"] = kinds * -(-num_layers // len(kinds))
     elif window is None:
         fields["sliding_window"] = None
     for other in ("vision_encoder", "multimodal", "moe", "quantization", "llama_4_scaling", "yarn"):
@@ -306,7 +309,7 @@ def _is_plain(groups: Sequence[LayerGroup], num_layers: int) -> bool:
 
 def _read_object(file: Path) -> dict[str, Any]:
     with file_errors("cannot read the model's configuration", file):
-        config = json.loads(file.read_bytes())  # published ones have Infinity, which JSON lacks
+        config = json.loads(read_file(file))  # published ones have Infinity, which JSON lacks
     if not isinstance(config, dict):
         raise ConfigError("a model's configuration must be a JSON object", path=str(file))
     return config
@@ -394,6 +397,26 @@ class _Config:
         if type(value) is type(default) and not (isinstance(value, int) and value < least):
             return value
         raise self._refusal("a field of the model's configuration makes no sense", **{name: value})
+
+    def marks(self, name: str, value: Any, known: Sequence[int], num_layers: int) -> list[int]:
+        """Return the first `num_layers` marks of a field's value. Raises ConfigError: it is no list, has too few marks,
+        or others than the known ones.
+        """
+        found = value if isinstance(value, list) else []
+        if len(found) < num_layers or not all(type(e) is int and e in known for e in found):
+            text = f"{name} must be a list with a {' or a '.join(map(str, known))} for each layer"
+            raise self._refusal(text, layers=num_layers, **{name: value})
+        return found[:num_layers]
+
+    def layer_numbers(self, name: str, layers: range) -> list[int]:
+        """Return the layers that a list names. Raises ConfigError: it is no list, or names others than `layers`."""
+        value = self.get(name)
+        if isinstance(value, list) and all(type(each) is int and each in layers for each in value):
+            return value
+        raise self._refusal(
+            f"{name} must be a list of layers from {layers.start} to {layers.stop - 1}",
+            **{name: value},
+        )
 
     def within(self, name: str) -> _Config:
         """Return the fields of a nested object, whose unknown ones are refused as this one's are."""
@@ -500,6 +523,12 @@ class _Config:
                 )
             layers.append(made[key])
         shared = self._num_sharing_layers()
+        if shared >= num_layers:
+            raise self._refusal(
+                "not all layers can share another one's cache",
+                num_kv_shared_layers=shared,
+                layers=num_layers,
+            )
         layers = layers[: num_layers - shared] + [()] * shared
         if self.architecture == "longcat_flash":
             layers = [each for each in layers for _ in range(2)]  # two attentions a layer
@@ -523,11 +552,8 @@ class _Config:
             rates, types = self.get("compress_rates"), self.get("layer_types")
             if not isinstance(rates, dict) or not isinstance(types, list):
                 raise self._refusal("the model's configuration lacks compress_ratios")
-            ratios = [rates.get(each, 0) for each in types]
-        if not isinstance(ratios, list) or len(ratios) < num_layers:
-            raise self._refusal(
-                "compress_ratios names every layer", found=ratios, layers=num_layers
-            )
+            ratios = [rates.get(str(each), 0) for each in types]
+        ratios = self.marks("compress_ratios", ratios, (0, 1, 4, 128), num_layers)
         wanted = {
             "head_dim": 512,
             "qk_rope_head_dim": 64,
@@ -537,7 +563,7 @@ class _Config:
         found = {name: self.number(name) for name in wanted}
         if found != wanted:
             raise self._refusal("compressed latents of other sizes are not known", found=found)
-        return ratios[:num_layers]
+        return ratios
 
     def _sizes_by_kind(self, kinds: Sequence[str]) -> dict[int, KVHeads]:
         """Return the heads of windows, where the configuration gives them heads of their own."""
@@ -566,7 +592,9 @@ class _Config:
         found = self.get("per_layer_config")
         if not found:
             return {}
-        if not isinstance(found, dict) or not all(str(layer).isdecimal() for layer in found):
+        if not isinstance(found, dict) or not all(
+            str(layer).isdecimal() and isinstance(changes, dict) for layer, changes in found.items()
+        ):
             raise self._refusal("per_layer_config has no object for each layer", found=found)
         sizes = {}
         for layer, changes in found.items():
@@ -592,9 +620,11 @@ class _Config:
     @property
     def num_draft_layers(self) -> int:
         """The number of layers that predict further tokens, and of which the engine caches nothing unless it drafts."""
-        return max(
-            (self.optional(name, 0) for name in DRAFTS if name not in self._defaults), default=0
-        )
+        found = {name: self.optional(name, 0) for name in DRAFTS if name not in self._defaults}
+        number = max(found.values(), default=0)
+        if number > MAX_LAYERS:
+            raise self._refusal(f"a model has at most {MAX_LAYERS} draft layers", **found)
+        return number
 
     def drafts(self) -> list[tuple[Cached, ...]]:
         """Return what each draft layer caches; nothing if there are none, or if it is not known."""
@@ -688,11 +718,8 @@ class _Config:
                     layer for layer in every if kinds[layer : layer + 1] == ["minimax_m3_sparse"]
                 ]
             own = self.within("sparse_attention_config")
-            named = own.get("sparse_attention_freq") or []
-            if not isinstance(named, list) or len(named) < num_layers:
-                raise self._refusal(
-                    "a field names too few layers", sparse_attention_freq=named, layers=num_layers
-                )
+            freq = own.get("sparse_attention_freq")
+            named = own.marks("sparse_attention_freq", freq, (0, 1), num_layers)
             return [layer for layer in every if named[layer]]
         if not self.get("index_topk"):
             return []
@@ -700,11 +727,13 @@ class _Config:
         if named := types or pattern:
             self._read |= {"index_topk_freq", "index_skip_topk_offset"}
             marks = {"full": True, "F": True, "shared": False, "S": False}
-            if len(named) < num_layers or not {*named} <= marks.keys():
+            each_one = [*named] if isinstance(named, list | str) else []
+            found = [marks.get(str(each)) for each in each_one]
+            if len(found) < num_layers or None in found:
                 raise self._refusal(
                     "the layers that share an indexer are not named as full and shared", found=named
                 )
-            return [layer for layer in every if marks[named[layer]]]
+            return [layer for layer in every if found[layer]]
         period = self.optional("index_topk_freq", 1, least=1)
         offset = self.optional("index_skip_topk_offset", 2)
         return [layer for layer in every if max(layer - offset + 1, 0) % period == 0]
@@ -727,9 +756,10 @@ class _Config:
         layers: list[tuple[Cached, ...]] = []
         item, head_dim = DType(self.dtype).item_size_bytes, self._head_dim()
         for block in blocks:
-            attention = _Config(dict(block).get("attention") or {}, self._path, self.dtype)
-            if not attention._fields:
+            fields = block.get("attention") if isinstance(block, dict) else None
+            if not isinstance(fields, dict) or not fields:
                 raise self._refusal("a block of block_configs has no attention", block=block)
+            attention = _Config(fields, self._path, self.dtype)
             if attention.get("no_op") or attention.get("replace_with_linear"):
                 layers.append(())
                 continue
@@ -795,10 +825,10 @@ class _Config:
             return "Mamba", (*_convolved(width, x=channels), (TEMPORAL, channels, size))
         heads = number(*names)
         dims = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", *(("head_dim",) if own else ()))
-        expanded = (self.get("mamba_expand") or self.get("expand") or 0) * number("hidden_size")
+        self._read |= {"mamba_expand", "expand"}
         is_given = any(self.get(name) not in (None, "auto") for name in dims)
-        dim = number(*dims) if is_given else expanded // heads
-        inner = self.get("mamba_d_ssm") or heads * dim
+        dim = number(*dims) if is_given else self._mamba_expanded() // heads
+        inner = self.optional("mamba_d_ssm", heads * dim, least=1)
         groups = number("mamba_n_groups", "n_groups", "mamba_ngroups")
         # with more ranks than groups, each holds the group of its heads whole
         sides = tuple((f"conv-{name}", groups, size * width) for name in ("B", "C"))
@@ -807,18 +837,20 @@ class _Config:
     def _mamba_channels(self) -> int:
         if self.architecture in ("mamba", "falcon_mamba") and self.get("intermediate_size"):
             return self.number("intermediate_size")
+        return self._mamba_expanded()
+
+    def _mamba_expanded(self) -> int:
+        """Return the channels of a Mamba layer: the model's, by a factor."""
         return self.number("mamba_expand", "expand") * self.number("hidden_size")
 
     def _kinds(self, num_layers: int) -> list[str]:
         """Return the data that each layer caches, as values of `KINDS`; several with a plus between them."""
         if self.get("linear_attn_config"):
             return self._kimi_kinds(num_layers)
-        if self.architecture in ("minimax_m1", "minimax_text_01", "minimax_m2") and (
-            ones := self.get("attn_type_list")
-        ):
-            if not isinstance(ones, list) or len(ones) < num_layers or not {*ones} <= {0, 1}:
-                raise self._refusal("attn_type_list has a 0 or a 1 for each layer", found=ones)
-            return ["full" if each else "lightning" for each in ones[:num_layers]]
+        is_minimax = self.architecture in ("minimax_m1", "minimax_text_01", "minimax_m2")
+        if is_minimax and (ones := self.get("attn_type_list")):
+            ones = self.marks("attn_type_list", ones, (0, 1), num_layers)
+            return ["full" if each else "lightning" for each in ones]
         names: tuple[str, ...]
         names = ("layer_types", "layers_block_type", "hybrid_override_pattern", "layer_pattern")
         if self.architecture in MIMO and self.get("hybrid_layer_pattern"):
@@ -858,15 +890,15 @@ class _Config:
 
     def _kimi_kinds(self, num_layers: int) -> list[str]:
         """Return Kimi-Linear's kinds, whose lists count layers from 1."""
-        own = self.within("linear_attn_config")
-        linear, full = own.get("kda_layers"), own.get("full_attn_layers")
-        if not isinstance(linear, list) or not isinstance(full, list):
-            raise self._refusal("linear_attn_config lacks kda_layers or full_attn_layers")
-        if sorted([*linear, *full]) != list(range(1, num_layers + 1)):
+        own, every = self.within("linear_attn_config"), range(1, num_layers + 1)
+        linear, full = (
+            own.layer_numbers(name, every) for name in ("kda_layers", "full_attn_layers")
+        )
+        if sorted([*linear, *full]) != [*every]:
             raise self._refusal(
                 "linear_attn_config does not name each layer once", layers=num_layers
             )
-        return ["kda" if layer in linear else "full" for layer in range(1, num_layers + 1)]
+        return ["kda" if layer in linear else "full" for layer in every]
 
     def _unnamed_kinds(self, layers: range) -> list[str]:
         """Return the kinds of layers of architectures whose configurations have a period, or nothing, not a list."""
@@ -877,29 +909,29 @@ class _Config:
             offset = optional("attn_layer_offset", 0)
             return ["full" if i % period == offset else "mamba" for i in layers]
         if architecture == "bamba":
-            own: list[int] = optional("attn_layer_indices", [])
+            is_named = self.get("attn_layer_indices") is not None
+            own = self.layer_numbers("attn_layer_indices", layers) if is_named else []
             return ["full" if i in own else "mamba" for i in layers]
         if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
             interval = optional("full_attention_interval", 4, least=1)
             return ["full" if (i + 1) % interval == 0 else "delta" for i in layers]
         if architecture in MIMO and (named := self.get("hybrid_layer_pattern")):
-            if not isinstance(named, list) or len(named) < len(layers) or not {*named} <= {0, 1}:
-                raise self._refusal(
-                    "hybrid_layer_pattern has a 0 or a 1 for each layer", found=named
-                )
-            return ["window" if each else "full" for each in named[: len(layers)]]
+            named = self.marks("hybrid_layer_pattern", named, (0, 1), len(layers))
+            return ["window" if each else "full" for each in named]
         if architecture == "bailing_hybrid":
             self.number("kv_lora_rank")  # of the others
             size = self.number("layer_group_size")
             return ["full" if (i + 1) % size == 0 else "lightning" for i in layers]
         if architecture in ("lfm2", "lfm2_moe") and self.get("full_attn_idxs") is not None:
-            full: list[int] = optional("full_attn_idxs", [])
+            full = self.layer_numbers("full_attn_idxs", layers)
             return ["full" if i in full else "convolution" for i in layers]
         if architecture == "llama4":
             interval = optional("no_rope_layer_interval", 4, least=1)
-            ropes = optional("no_rope_layers", []) or [(i + 1) % interval for i in layers]
+            ropes = [min((i + 1) % interval, 1) for i in layers]
+            if named := self.get("no_rope_layers"):
+                ropes = self.marks("no_rope_layers", named, (0, 1), len(layers))
             has_chunks = self.get("attention_chunk_size") is not None
-            return ["chunk" if rope and has_chunks else "full" for rope in ropes[: len(layers)]]
+            return ["chunk" if rope and has_chunks else "full" for rope in ropes]
         return self._windows(architecture, layers)
 
     def _windows(self, architecture: str, layers: range) -> list[str]:

@@ -11,7 +11,7 @@ import click
 from rich.box import SIMPLE
 from rich.table import Table
 
-from kvconnector.bench import file_errors
+from kvconnector.bench import file_errors, read_file
 from kvconnector.bench.results import fewest_samples
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, check_exchange, with_types
 from kvconnector.bench.simulated_ranks import Costs
@@ -165,13 +165,26 @@ def _poisson(
 
 def _read_trace(path: Path) -> list[tuple[float, int]]:
     with file_errors("cannot read the trace", path):
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line]
-        arrivals = [(float(at_s), int(tokens)) for at_s, tokens in lines]
-    are_possible = [0 <= at_s < inf and 0 < tokens <= MAX_TOKENS for at_s, tokens in arrivals]
-    if not arrivals or not all(are_possible):
-        raise ConfigError(
-            'a trace must have one line "seconds tokens" for each request', path=str(path)
-        )
+        lines = read_file(path).decode().splitlines()
+    arrivals = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            at_s, tokens = line.split()
+            arrival = float(at_s), int(tokens)
+        except ValueError:
+            arrival = nan, 0
+        if not (0 <= arrival[0] < inf and 0 < arrival[1] <= MAX_TOKENS):
+            raise ConfigError(
+                f'a line of a trace is "seconds tokens", with 1 to {MAX_TOKENS} tokens',
+                path=str(path),
+                line=number,
+                given=line[:100],
+            )
+        arrivals.append(arrival)
+    if not arrivals:
+        raise ConfigError("the trace names no request", path=str(path))
     return arrivals
 
 

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
+MAX_FETCHES = 64
+"""Most engines that are asked at once."""
 MAX_LOADS = 20
 """Most loads that are listed one by one."""
 _FIELDS = {
@@ -110,7 +113,8 @@ def top(
     ):
         for looks in itertools.count(1):
             started_s = time.monotonic()
-            now = {url: _examine(url) for url in urls}
+            with ThreadPoolExecutor(MAX_FETCHES) as pool:  # those that do not answer take no turns
+                now = dict(zip(urls, pool.map(_examine, urls), strict=True))
             screen = Group(*_screen(now, before), *_loads(now))
             if live is not None:
                 live.update(screen, refresh=True)

@@ -13,6 +13,7 @@ from itertools import product
 import msgspec
 
 from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
+from kvconnector.bench.environment import free_memory_bytes
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.results import CaseResult, ShowProgress
@@ -83,9 +84,7 @@ def run(options: BurstOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 def _free_bytes(device: str) -> int:
     if device == "cpu":
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = dict(line.split(":") for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
+        return free_memory_bytes()
     import torch
 
     return int(torch.cuda.mem_get_info()[0])

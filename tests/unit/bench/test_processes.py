@@ -5,10 +5,12 @@ import os
 import select
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.engine_process import EngineProcess
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.rank_process import RankProcess
@@ -25,6 +27,17 @@ def test_an_error_in_a_process_names_its_rank_and_the_process_lives_on():
         with pytest.raises(CallFailedError, match=r"prefill pp0tp0 failed: (.|\n)*_agent"):
             engine.call_ranks(RankProcess.read_blocks, [[[0]]], [[[0]]])
         engine.call_ranks(RankProcess.poison)
+
+
+def test_caches_that_do_not_fit_into_the_host_s_memory_are_refused_before_any_process_starts():
+    deployment = Deployment(msgspec.structs.replace(DEPLOYMENT.options, tokens=(10_000_000,)))
+    # blocks of 16 tokens, for twice a request a sixteenth longer; two layers, K and V of two heads of 8 in bf16
+    blocks = 2 * -(-(10_000_000 + 625_000) // 16)
+    assert deployment.pool_bytes("prefill") == blocks * 16 * 2 * 2 * 2 * 8 * 2
+    large = msgspec.structs.replace(deployment.options.model, num_kv_heads=1 << 20)
+    options = msgspec.structs.replace(deployment.options, model=large)
+    with pytest.raises(ConfigError, match=r"too little free memory.*needed='.* TiB', free='"):
+        EnginePair(Deployment(options))
 
 
 @pytest.mark.integration

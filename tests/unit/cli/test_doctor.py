@@ -54,6 +54,21 @@ def test_a_working_machine_has_no_faults(capsys, monkeypatch):
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--device", "gpu"), "a device must be cpu, cuda or cuda:N"),
+        (("--peer", "10.0.0.5:1", "--params", "params.json"), "give one of them"),
+        (("--params", "params.json", "--engine"), "give one of them"),
+    ],
+)
+def test_wrong_usage_is_refused_before_any_check(capsys, arguments, words):
+    assert main(["doctor", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert not printed.out
+
+
 @pytest.mark.usefixtures("no_transfer")
 @pytest.mark.parametrize("has_driver, verdict", [(True, "warn"), (False, "note")])
 def test_what_only_gpus_need_is_missed_where_there_may_be_one(monkeypatch, has_driver, verdict):

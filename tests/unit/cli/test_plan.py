@@ -78,6 +78,23 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
             "full_attention_interval='4'",
         ),
         ({**LLAMA_70B, "model_type": "llama4", "no_rope_layers": 7}, "no_rope_layers=7"),
+        ({**LLAMA_70B, "model_type": "llama4", "no_rope_layers": [1] * 79}, "layers=80"),
+        ({**LLAMA_70B, "model_type": "bamba", "attn_layer_indices": [9, 80]}, "from 0 to 79"),
+        ({**LLAMA_70B, "model_type": "gemma3n", "num_kv_shared_layers": 80}, "not all layers"),
+        ({**DEEPSEEK, "num_nextn_predict_layers": 10**12}, "at most 65536 draft layers"),
+        (
+            {
+                **LLAMA_70B,
+                "model_type": "mamba2",
+                "mamba_d_ssm": -1,
+                "num_heads": 8,
+                "head_dim": 8,
+                "state_size": 16,
+                "conv_kernel": 4,
+                "n_groups": 1,
+            },
+            "mamba_d_ssm=-1",
+        ),
     ],
 )
 def test_a_configuration_file_that_says_no_shape_is_refused_with_the_reason(
@@ -199,12 +216,23 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, capsys, text)
     assert re.search(f"cannot read the model's configuration.*{path}", err)
 
 
+def test_a_configuration_without_an_end_is_not_read_into_memory(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert main(["plan", "--model", str(path)]) == 2
+    assert "it has more than 64 MiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("--layers", str(1 << 40)), "num_layers is 1 to 65536"),
         (("--decode", f"tp={1 << 40}"), "max_ranks=65536"),
-        (("--link", "nan"), "--link must be positive"),
+        (("--link", "nan"), "no finite number"),
+        (("--link", "0"), "x>0"),
+        (("--tokens", "0"), "x>=1"),
+        (("--start", "-1"), "x>=0"),
     ],
 )
 def test_impossible_sizes_are_refused_before_planning(capsys, arguments, words):

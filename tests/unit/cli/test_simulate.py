@@ -49,6 +49,14 @@ def test_impossible_simulations_are_refused(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["1", "1 x", "-1 5", "nan 5", "0 1e9", "0 0", "0 10 7"])
+def test_a_trace_s_wrong_line_is_named(capsys, tmp_path, line):
+    trace = tmp_path / "trace.txt"
+    trace.write_text(f"0.5 100\n \n{line}\n")
+    assert main(["simulate", *QUICK, "--engines", "2", "--trace", str(trace)]) == 2
+    assert f"line=3, given={line!r}" in capsys.readouterr().err
+
+
 def test_a_configuration_file_s_kinds_of_layers_are_simulated(capsys, tmp_path):
     config = {
         "model_type": "gpt_oss",

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -56,6 +56,30 @@ def serving(pages, transfers=None):
 def under_way(request_id, **changes):
     values = {"rank": "pp0tp0", "peer": "p0", "path": "packed", "nbytes": 0, "total_bytes": 4 << 20}
     return LoadInFlight(request_id=request_id, **{**values, "seconds": 0.25, **changes})
+
+
+class Together(list):
+    """A page that is served once as many engines as there are parties have been asked for theirs."""
+
+    def __init__(self, page, barrier):
+        super().__init__([page])
+        self._barrier = barrier
+
+    def __getitem__(self, index):
+        with suppress(threading.BrokenBarrierError):
+            self._barrier.wait()
+        return super().__getitem__(index)
+
+
+def test_engines_are_asked_at_once_so_that_a_silent_one_does_not_delay_the_others(capsys):
+    registry, barrier = CollectorRegistry(), threading.Barrier(2, timeout=20)
+    EngineMetrics("d0", Gauges(), registry=registry)
+    page = generate_latest(registry)
+    with serving(Together(page, barrier)) as first, serving(Together(page, barrier)) as second:
+        assert main(["top", first, second, "--count", "1", "--json"]) == 0
+    assert not barrier.broken
+    found = json.loads(capsys.readouterr().out)
+    assert [[*each] for each in found.values()] == [["d0"], ["d0"]]
 
 
 def test_loads_under_way_are_shown_with_their_progress(capsys):
