@@ -48,6 +48,7 @@ MLA_MOE = {"kind": "mla-moe"}
 SPARSE = {"kind": "sparse"}
 STATES = {"kind": "states"}
 MTP = {"kind": "mtp"}
+IMAGES = {"kind": "images"}
 UNCACHED = {"disable-radix-cache": True}
 SMALL = {"max-total-tokens": 480, "num-reserved-decode-tokens": 16}  # for one answer of 200
 ONE = {"max-total-tokens": 400, "num-reserved-decode-tokens": 16}
@@ -222,6 +223,9 @@ CASES = (
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
     _ours("mixed-up", s.mixed_up),
     _ours("adapters", s.adapters, prefill=LORA, decode=LORA),
+    _ours("images", s.images, model=IMAGES),
+    _ours("images-hits-page16-64", s.images, model=IMAGES, decode=RADIX | _page(64)),
+    _ours("images-tp1-tp2", s.images, model=IMAGES, decode=TP2),
     _ours("malformed", s.malformed),
     Case("retraction", s.retraction, decode=SMALL),
     _ours("recomputed", s.recomputed),

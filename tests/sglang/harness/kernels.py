@@ -12,8 +12,17 @@ from itertools import pairwise, takewhile
 import torch
 from torch.nn import functional
 
-UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
-"""Kernels of gated delta nets, which SGLang looks up for every recurrent model."""
+UNUSED_OPS = (
+    "fused_gdn_gating_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Kernels of gated delta nets, which SGLang looks up for every recurrent model and for the processor of Qwen's images,
+and never calls here.
+"""
 
 
 def stand_in(kind):

@@ -17,7 +17,7 @@ from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Engine, Request
-from tests.sglang.harness.model import adapters_of
+from tests.sglang.harness.model import FIRST_WORD, IMAGE_PROMPT, adapters_of, image_of
 from tests.sglang.harness.spans import SpanServer
 from tests.support.keys import keyed_controls, variables_of
 from tests.support.spans import HEADERS, TRACE_ID
@@ -404,6 +404,53 @@ def adapters(pair, outcome):
         _check_failed(outcome, what, answer, log, errors.OtherPromptError)
         outcome.check(f"{what}: names what differs", "adapter" in answer.error)
     _retract(pair, outcome, [{"lora_path": name} for name in names])
+
+
+def _words(count, seed):
+    """Return a prompt without tokens that stand for images."""
+    return [max(token, FIRST_WORD) for token in prompt_of(count, seed)]
+
+
+def images(pair, outcome):
+    """Prompts with images get the right tokens, with what one or both engines have cached of equal ones and without it,
+    and never the answer to another image.
+    """
+    one, other = {"image_data": [image_of(1)]}, {"image_data": [image_of(2)]}
+    both = {"image_data": [image_of(1), image_of(2)]}
+    prompt = _words(30, seed=1) + IMAGE_PROMPT + _words(40, seed=2)
+    twice = prompt + IMAGE_PROMPT + _words(9, seed=3)
+    asked = {"one": (prompt, one), "the other": (prompt, other), "both": (twice, both)}
+    asked["both, the other way round"] = twice, {"image_data": both["image_data"][::-1]}
+    answers = [pair.alone(text, **media) for text, media in asked.values()]
+    outcome.check("each image has an answer of its own", len({*map(tuple, answers)}), len(answers))
+    for what, (text, media) in asked.items():
+        pair.ask(outcome, what, text, **media)
+    for what, (text, media) in asked.items():
+        pair.ask(outcome, f"{what}, cached", text, **media)
+    longer = prompt + _words(50, seed=4)
+    pair.ask(outcome, "one, longer", longer, **one)
+    pair.prefill.is_idle()
+    pair.ask(outcome, "one, in the decode engine's cache alone", longer, **one)
+    pair.decode.is_idle()
+    pair.ask(outcome, "the other, in the prefill engine's cache alone", longer, **other)
+    at_once = [(longer[: 100 + 3 * at], media) for at, media in enumerate((one, other) * 3)]
+    expected = [pair.alone(text, **media) for text, media in at_once]
+    submitted = [pair.submit(text, **media) for text, media in at_once]
+    for each, right in zip(submitted, expected, strict=True):
+        pair.compare(outcome, "at once", each, right)
+    for computed, wanted, said in ((one, other, "images"), (one, {}, ""), ({}, one, "a shorter")):
+        # without an image the prompt has its place all the same, as one token
+        mixed = pair.submit(prompt, per_side={"prefill": computed, "decode": wanted})
+        mixed.prefill.answer()
+        answer = mixed.decode.answer()
+        outcome.check(f"another image: {answer.error}", answer.error != "" and said in answer.error)
+    log = pair.decode.log_text()
+    outcome.check("it names the remedy", errors.OtherPromptError.remedy in log)
+    hits = [int(count) for count in re.findall(r"cached prefix: (\d+)", pair.decode.log_text())]
+    has_cache = "disaggregation-decode-enable-radix-cache" in pair.specs["decode"].options
+    outcome.check("the decode engine had cached beginnings", any(hits), has_cache)
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", prompt, **other)
 
 
 def malformed(pair, outcome):
