@@ -135,7 +135,7 @@ class RankTransfers:
                 self._ask_servers(started, must_query=must_query, api_key=api_key)
             self._started = started.pop_all()
         self.rooms: set[int] = set()
-        """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
+        """Rooms of the requests that are under way. A room names one transfer at a time."""
         self.stats = RankStats(
             config.engine_id, rank, dp_rank, self, has_metrics=has_metrics, has_spans=has_spans
         )

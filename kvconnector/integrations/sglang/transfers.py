@@ -48,6 +48,7 @@ from kvconnector.control.address import HostPort
 from kvconnector.errors import (
     IncompatiblePeerError,
     KVConnectorError,
+    LocalError,
     PeerLostError,
     PeerUnreachableError,
     RemoteError,
@@ -70,6 +71,12 @@ from kvconnector.session.orders import (
     WithdrawRequest,
 )
 
+DRAWN_TWICE = (
+    "another request has or had this bootstrap_room, and a room names one transfer: let the router draw a new one for"
+    " each request, from a generator that cannot be predicted"
+)
+USED_NAMES = "draw names anew"
+"""What the prefill engine's worker says of a transfer's names that were used before."""
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""
 
@@ -114,6 +121,11 @@ class RoomTransfer:
         """Seconds that a prompt's transfer took, once it has ended."""
         self._row = 0
         self._turn = 0
+        if self.room not in mgr.rooms:
+            mgr.rooms.add(self.room)
+        else:
+            self.stage = Stage.FAILED
+            self.error = LocalError(DRAWN_TWICE, room=self.room)
 
     def poll(self) -> int:
         """Take the worker's reports once per pass of SGLang's queue, and return the request's `Stage`."""
@@ -131,6 +143,7 @@ class RoomTransfer:
         if reason is not None and self.error is None:
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
+        self.kv_mgr.rooms.discard(self.room)
 
     def abort(self) -> None:
         """Give up the request. It becomes `FAILED` once nothing uses its blocks. Idempotent."""
@@ -189,13 +202,8 @@ class SentPrompt(RoomTransfer):
         """Tokens published so far."""
         self._pages = NO_BLOCKS
         self._is_complete = self._is_failing = False
-        if self.room in mgr.rooms:
-            self.error = RemoteProtocolError(
-                "another request has this bootstrap room", room=self.room
-            )
-            self.stage = Stage.FAILED
+        if self.error is not None:
             return
-        mgr.rooms.add(self.room)
         if mgr.dp_size > 1 and not self._is_where_it_is_sought(req_has_disagg_prefill_dp_rank):
             return
         self._grow()
@@ -269,7 +277,6 @@ class SentPrompt(RoomTransfer):
 
     def ended(self, reason: str | None) -> None:
         super().ended(reason)
-        self.kv_mgr.rooms.discard(self.room)
         if self.kv_mgr.poster is not None and not self.kv_mgr.follows_rooms:
             self.kv_mgr.poster.forget(self.room)
 
@@ -323,7 +330,8 @@ class LoadedPrompt(RoomTransfer):
         self, mgr: RankTransfers, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self.stage = Stage.BOOTSTRAPPING
+        if self.error is None:
+            self.stage = Stage.BOOTSTRAPPING
         self.is_of_named_engine = bool(named_engine(bootstrap_addr))
         """True if the router named the engine itself, which is of another kind."""
         self._is_sought = False
@@ -555,4 +563,6 @@ def error_from(reason: str, room: int) -> KVConnectorError:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, KVConnectorError)):
         kind, text = RemoteError, reason
+    if USED_NAMES in text:
+        return LocalError(DRAWN_TWICE, room=room)
     return kind(text.removesuffix(f"; {kind.advice()}"), room=room)

@@ -9,8 +9,8 @@ from kvconnector.errors import (
     AuthenticationError,
     BlockIdError,
     LeaseExpiredError,
+    LocalError,
     RemoteError,
-    RemoteProtocolError,
     TransferAbortedError,
     UnknownRequestError,
     UnknownTransferError,
@@ -212,22 +212,29 @@ def test_an_incomplete_prompt_that_one_rank_fails_ends_in_the_same_pass(ranks):
     sent[1].abort()
 
 
-def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(patient):
-    sent = _computed(patient, 11)
-    (again,) = patient.send(11)
-    assert again.poll() is Stage.FAILED
-    assert isinstance(error_of(again), RemoteProtocolError)
-    wanted = patient.want(11)
-    patient.load(wanted, OTHERS, TOKENS)
-    assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
-
-
 def test_an_error_of_a_request_fails_it_alone(pair):
     sent = pair.send(12)
     with sent[0].failing():
         raise BlockIdError("no such block")
     assert sent[0].poll() is Stage.FAILED
     assert isinstance(error_of(sent[0]), BlockIdError)
+
+
+def test_a_room_that_is_drawn_twice_ends_only_the_second_request(patient):
+    sent = patient.send(77)
+    again = patient.send(77)
+    assert {each.poll() for each in again} == {Stage.FAILED}
+    error = error_of(again[0])
+    assert isinstance(error, LocalError), error
+    assert "draw a new one for each request" in str(error)
+    wanted, second = patient.want(77), patient.want(77)
+    patient.compute(sent, PAGES, 0, 16)
+    patient.load(wanted, OTHERS, TOKENS)
+    assert {*patient.until_over(*second)} == {Stage.FAILED}
+    assert "draw a new one for each request" in str(error_of(second[0]))
+    patient.compute(sent, PAGES, 16, TOKENS, is_last=True)
+    assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
+    patient.check(OTHERS, TOKENS)
 
 
 @pytest.mark.parametrize("is_prefill_first", [True, False], ids=["prefill", "decode"])
@@ -240,7 +247,9 @@ def test_a_room_is_for_one_request_whichever_engine_is_asked_first(patient, is_p
     wanted = patient.want(8)
     patient.load(wanted, OTHERS, TOKENS)
     assert {*patient.until_over(*wanted)} == {Stage.FAILED}
-    assert "draw names anew" in str(error_of(wanted[0]))
+    error = error_of(wanted[0])
+    assert isinstance(error, LocalError), error
+    assert "draw a new one for each request" in str(error)
     sent = sent or _computed(patient, 8)
     assert {*patient.until_over(*sent)} == {Stage.FAILED}
     assert isinstance(error_of(sent[0]), TransferAbortedError)
