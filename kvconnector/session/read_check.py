@@ -17,13 +17,14 @@ def check_route(hello: m.Hello, mine: RankGeometry) -> Route:
     """Return this rank's end of the route whose segments a consumer worker names in its greeting.
 
     Raises:
-        IncompatiblePeerError: a segment names a cache group, parts, layers, heads or tokens that this rank does not
-            hold, or there are too many of them.
+        IncompatiblePeerError: a segment names a cache group, parts, layers, heads or tokens that this rank or, by its
+            own geometry, the consumer's does not hold, or there are too many of them.
     """
     peer = Rank(hello.pp_rank, hello.tp_rank)
     theirs = hello.geometry.groups_of(peer)
     for segment in hello.segments:
-        _check_segment(segment, mine.groups, theirs)
+        _check_segment(segment, mine.groups, theirs, "this rank")
+        _check_segment(segment, theirs, mine.groups, "the consumer's rank")
     return make_route(peer, hello.segments, mine.groups, theirs)
 
 
@@ -87,36 +88,41 @@ def check_read(
 
 
 def _check_segment(
-    segment: Segment, groups: Sequence[GroupGeometry], theirs: Sequence[GroupGeometry]
+    segment: Segment, groups: Sequence[GroupGeometry], others: Sequence[GroupGeometry], whose: str
 ) -> None:
-    """Raises IncompatiblePeerError: a rank with these cache groups does not hold the segment."""
+    """Raises IncompatiblePeerError: a rank with these cache groups does not hold the segment. `others` are those of the
+    rank at the other end of the route.
+    """
     if segment.group >= len(groups):
-        raise IncompatiblePeerError("no such cache group", group=segment.group, have=len(groups))
+        raise IncompatiblePeerError(
+            f"{whose} has no such cache group", group=segment.group, have=len(groups)
+        )
     group = groups[segment.group]
     if segment.family >= len(group.families):
-        families = len(group.families)
-        raise IncompatiblePeerError("no such part family", family=segment.family, have=families)
+        raise IncompatiblePeerError(
+            f"{whose} has no such part family", family=segment.family, have=len(group.families)
+        )
     family = group.families[segment.family]
     head_token_bytes = family.head_token_bytes
-    if segment.group < len(theirs) and segment.family < len(theirs[segment.group].families):
-        other = theirs[segment.group].families[segment.family]
+    if segment.group < len(others) and segment.family < len(others[segment.group].families):
+        other = others[segment.group].families[segment.family]
         head_token_bytes = min(head_token_bytes, other.head_token_bytes)
     shape = (segment.num_parts, segment.head_token_bytes)
     if shape != (family.num_parts, head_token_bytes):
         raise IncompatiblePeerError(
-            "the number or size of the parts of this family is different here",
+            f"the number or size of the parts of this family is different on {whose}",
             asked=shape,
             have=(family.num_parts, head_token_bytes),
         )
     if not family.head_start <= segment.head_start < segment.head_stop <= family.head_stop:
         raise IncompatiblePeerError(
-            "this rank does not hold these heads",
+            f"{whose} does not hold these heads",
             heads=(segment.head_start, segment.head_stop),
             have=(family.head_start, family.head_stop),
         )
     if not is_held(segment.stripe, group.context_parallel):
         raise IncompatiblePeerError(
-            "this rank does not hold these tokens",
+            f"{whose} does not hold these tokens",
             stripe=segment.stripe,
             dcp_size=group.dcp_size,
             dcp_rank=group.dcp_rank,
@@ -125,7 +131,7 @@ def _check_segment(
     first = group.layers.index(segment.layers[0]) if segment.layers[0] in group.layers else 0
     if segment.layers != group.layers[first : first + len(segment.layers)]:
         raise IncompatiblePeerError(
-            "this rank does not hold these layers as one contiguous run",
+            f"{whose} does not hold these layers as one contiguous run",
             layers=segment.layers,
             have=group.layers,
         )

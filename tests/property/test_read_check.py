@@ -37,6 +37,23 @@ ENGINE = cut_engine(
     dcp=[(1, 1), (2, 1)],
 )
 RANK = ENGINE.ranks[1]
+
+
+def cut_shape(shape, *, block_sizes=(4, 2), heads=range(1, 4), dcp=(), tp_size=1):
+    """Return an engine of one stage whose shares all have these heads."""
+    splits = {(4, shares): [heads] * shares for shares in (1, 2)}
+    stages = [range(shape.num_layers)]
+    return cut_engine(
+        shape,
+        engine_id="d",
+        stages=stages,
+        block_sizes=block_sizes,
+        tp_size=tp_size,
+        splits=splits,
+        dcp=dcp,
+    )
+
+
 MINE = RANK.groups
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
 OTHER_BLOCKS = (
@@ -77,7 +94,7 @@ WRONG_SEGMENTS = (
 
 
 def route_of(*segments):
-    return check_route(harness.hello(ENGINE, segments=segments), RANK)
+    return check_route(harness.hello(ENGINE, RANK.rank.tp_rank, segments=segments), RANK)
 
 
 def lease_of(watermark):
@@ -171,6 +188,22 @@ def test_segments_that_a_rank_does_not_hold_are_refused(wrong):
     route_of(*SEGMENTS)
     with pytest.raises(IncompatiblePeerError, match=r"no such|does not hold these|parts of"):
         route_of(SEGMENTS[0], wrong)
+
+
+CONSUMERS = {
+    "group": cut_shape(FakeModel(6, (FakeGroup((0, 1, 3, 5), PARTS),)), block_sizes=(4,)),
+    "layers": cut_shape(FakeModel(6, (FakeGroup((1, 3), PARTS), FakeGroup((2,), PARTS[:1])))),
+    "heads": cut_shape(SHAPE, heads=range(2)),
+    "tokens": cut_shape(SHAPE, dcp=[(1, 1), (2, 1)], tp_size=2),
+}
+"""Engines whose first rank lacks the layers, heads or tokens of some of `SEGMENTS`, or their whole group."""
+
+
+@pytest.mark.parametrize("lacking", CONSUMERS)
+def test_segments_that_the_consumer_does_not_hold_itself_are_refused(lacking):
+    """Whoever names them may have no such cache group at all: nothing about it can be looked up."""
+    with pytest.raises(IncompatiblePeerError, match=r"the consumer's rank (has|does)"):
+        check_route(harness.hello(CONSUMERS[lacking], segments=SEGMENTS), RANK)
 
 
 def test_routes_of_too_many_segments_are_refused(monkeypatch):
