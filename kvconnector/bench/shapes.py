@@ -102,20 +102,6 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     is_cut: bool = True
 
-    def drafting(self, num_tokens: int) -> LayerGroup:
-        """Return these layers in an engine of vLLM that drafts `num_tokens` tokens at once: convolutions also keep the
-        inputs of drafts.
-        """
-        inputs = [part for part in self.parts if part[0].startswith("conv-")]
-        # a channel has one input a token; in a part that a group of heads shares, channels are not counted one by one
-        width = next((size for name, _, size, _ in inputs if name not in SHARED_INPUTS), 1)
-        parts = tuple(
-            (name, units, size + size // width * num_tokens * (part in inputs), item)
-            for part in self.parts
-            for name, units, size, item in [part]
-        )
-        return msgspec.structs.replace(self, parts=parts)
-
     @property
     def retention(self) -> Retention:
         """The tokens of a sequence that these layers keep."""
@@ -202,8 +188,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         parts = parts_of_token(*sizes, is_mla=self.is_mla)
         return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), parts=parts),)
 
-    def with_drafts(self, num_tokens: int) -> ModelShape:
-        """Return the model as engines of vLLM cache it that draft `num_tokens` tokens at once, with its draft layers.
+    def with_drafts(self) -> ModelShape:
+        """Return the model with its draft layers, as engines exchange it that both draft.
 
         Raises:
             ConfigError: it has no draft layers, or it is not known what they cache.
@@ -218,8 +204,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             )
         kind = self.draft_groups[0].kind
         groups = [
-            msgspec.structs.replace(group.drafting(num_tokens), kind=group.kind or kind)
-            for group in self.layer_groups
+            msgspec.structs.replace(group, kind=group.kind or kind) for group in self.layer_groups
         ]
         for draft in self.draft_groups:
             alike = msgspec.structs.replace(draft, kind="", layers=())
@@ -652,14 +637,7 @@ def with_types(model: ModelShape, *shapes: EngineShape) -> list[EngineShape]:
 
 def check_exchange(model: ModelShape, prefill: EngineShape, decode: EngineShape) -> None:
     """Raise ConfigError or IncompatiblePeerError if engines of these shapes cannot exchange this model's caches."""
-    # vLLM's engines cut B and C by channels, whose number grows with the ranks that share a group of Mamba's heads
-    shared = {
-        group.kind
-        for group in model.layer_groups
-        for name, units, *_ in group.parts
-        if name in SHARED_INPUTS and (units % prefill.tp or units % decode.tp)
-    }
-    whole = sorted({group.kind for group in model.layer_groups if not group.is_cut} | shared)
+    whole = [group.kind for group in model.layer_groups if not group.is_cut]
     if whole and prefill.tp != decode.tp:
         raise ConfigError(
             "engines exchange these layers only with equal tensor parallelism: give both the same tp",

@@ -72,9 +72,8 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
 @click.option(
     "--mtp",
-    type=click.IntRange(1),
-    metavar="TOKENS",
-    help="Tokens that both engines draft at once: the model's MTP layers count, too.",
+    is_flag=True,
+    help="Both engines draft with the model's MTP layers, which count, too.",
 )
 @click.option(
     "--tokens",
@@ -107,7 +106,7 @@ def plan(
     decode: EngineShape,
     model: str | None,
     mla: bool,
-    mtp: int | None,
+    mtp: bool,
     tokens: int,
     start: int,
     chunk: int | None,
@@ -125,7 +124,7 @@ def plan(
     if mla:
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     shape = _asked_model(model, asked)
-    shape = shape if mtp is None else shape.with_drafts(mtp)
+    shape = shape.with_drafts() if mtp else shape
     prefill, decode = with_types(shape, prefill, decode)
     if shape.is_sparse and (prefill.is_fp8 or decode.is_fp8):
         size = shape.head_dim

@@ -94,6 +94,14 @@ def planned(config, layers, num_blocks=NUM_BLOCKS):
     return planner.get_kv_cache_config_from_groups(config, groups, block_bytes * num_blocks)
 
 
+def kernel_width(spec):
+    """Return the width of a recurrent layer's convolution; None if it has none. A state has a column for each draft."""
+    kind = spec.mamba_type.name if isinstance(spec, kv.MambaSpec) else ""
+    if kind not in ("MAMBA2", "GDN_ATTN"):
+        return None
+    return spec.shapes[0][0] - spec.num_speculative_blocks + 1
+
+
 class Engine:
     """One engine: vLLM's scheduler and allocator, our worker half, and pools full of its own bytes."""
 
@@ -115,9 +123,10 @@ class Engine:
         self.cache_config = planned(config, layers, num_blocks)
         config.compilation_config.static_forward_context = {
             layer: SimpleNamespace(
-                get_attn_backend=lambda b=backend: SimpleNamespace(get_name=lambda: b)
+                get_attn_backend=lambda b=backend: SimpleNamespace(get_name=lambda: b),
+                conv_kernel_size=kernel_width(spec),
             )
-            for layer, (_, backend) in layers.items()
+            for layer, (spec, backend) in layers.items()
         }
         self.caches = allocate_kv_cache(
             self.cache_config,
@@ -207,12 +216,16 @@ class Engine:
         return read, beside
 
 
-def pair(model, layers, **options):
-    """Return a context with a prefill and a decode engine. `options` are those of `Engine`, or of vLLM's."""
+def pair(model, layers, *, decode_layers=None, decode=(), **options):
+    """Return a context with a prefill and a decode engine. `options` are those of `Engine`, or of vLLM's. `decode` are
+    options of the decode engine alone.
+    """
     stack = ExitStack()
-    for seed, (role, name) in enumerate((("kv_producer", "p"), ("kv_consumer", "d"))):
-        stack.enter_context(
-            closing(made := Engine(model, role, layers, name=name, seed=seed, **options))
-        )
+    engines = (
+        ("kv_producer", "p", layers, options),
+        ("kv_consumer", "d", decode_layers or layers, {**options, **dict(decode)}),
+    )
+    for seed, (role, name, own, more) in enumerate(engines):
+        stack.enter_context(closing(made := Engine(model, role, own, name=name, seed=seed, **more)))
         setattr(stack, name, made)
     return stack

@@ -2,8 +2,9 @@
 
 Run as a program, since it sets up vLLM's parallel state for good: it reads a JSON object of `Asked`s by name, and
 writes for each a list of `[layer, kind, extent, bytes]`, or the error's text, and under the name with `: encodings`
-what is stated of position encodings before and after the model was built. For one with `is_saved` it writes the
-configuration as transformers saves it again, or null if transformers has no class for it.
+what is stated of position encodings before and after the model was built, with `: states` what is read of recurrent
+layers. For one with `is_saved` it writes the configuration as transformers saves it again, or null if transformers has
+no class for it.
 
 There is neither a GPU nor an image library here, so a few things are not vLLM's own: modules that are not installed are
 empty, sparse attention takes the CPU's dense backend, the CPU's own limits on types are not applied, and the size and
@@ -98,15 +99,20 @@ from vllm.transformers_utils.config import _CONFIG_REGISTRY  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 from kvconnector.integrations.model_values import position_encodings  # noqa: E402
+from kvconnector.integrations.vllm.caches import is_group_shared, num_inputs  # noqa: E402
 
 
-def cached(name, spec):
-    """Return a layer's number, what it keeps, its window or chunk, and bytes of a token or of its state."""
+def cached(name, spec, draft_tokens):
+    """Return a layer's number, what it keeps, its window or chunk, and bytes of a token or of its state, without the
+    columns of drafts.
+    """
     layer = int(re.search(r"\d+", name)[0])
     if isinstance(spec, MambaSpec):
+        (columns, *channels), *others = spec.shapes
+        shapes = (columns - draft_tokens, *channels), *others
         sizes = (
             math.prod(shape) * dtype.itemsize
-            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            for shape, dtype in zip(shapes, spec.dtypes, strict=True)
         )
         return [layer, "state", 0, sum(sizes)]
     window = getattr(spec, "sliding_window", None)
@@ -133,8 +139,9 @@ def saved(config, folder):
 
 
 def specs(asked, folder):
-    """Build the model without memory. Returns what each layer caches, in the layers' order, and the position encodings
-    that are stated before and after.
+    """Build the model without memory. Returns what each layer caches, in the layers' order, the position encodings that
+    are stated before and after, and what registration reads of each kind of recurrent layer: `[type, columns of the
+    convolution, those that its kernel needs, True if ranks share B and C]`.
     """
     (folder / "config.json").write_text(json.dumps(asked.config))
     know(asked.config["model_type"])
@@ -164,19 +171,29 @@ def specs(asked, folder):
             if asked.draft_tokens:
                 draft = whole.speculative_config.draft_model_config
                 initialize_model(vllm_config=whole, model_config=draft)
-            layers = whole.compilation_config.static_forward_context.items()
-            found = [
-                cached(name, spec)
-                for name, layer in layers
+            kept = [
+                (name, layer, spec)
+                for name, layer in whole.compilation_config.static_forward_context.items()
                 if isinstance(layer, AttentionLayerBase)
                 and not getattr(layer, "kv_sharing_target_layer_name", None)
                 and (spec := layer.get_kv_cache_spec(whole)) is not None
             ]
+            found = [cached(name, spec, asked.draft_tokens) for name, _, spec in kept]
+            states = {
+                (
+                    spec.mamba_type.name,
+                    spec.shapes[0][0],
+                    num_inputs(whole, name, layer, spec),
+                    is_group_shared(layer),
+                )
+                for name, layer, spec in kept
+                if isinstance(spec, MambaSpec)
+            }
     finally:
         group.world_size, group.rank_in_group = 1, 0
         torch.set_default_dtype(default)
     encodings.append(position_encodings(whole.model_config.hf_text_config))
-    return sorted(found), encodings
+    return sorted(found), encodings, sorted(states)
 
 
 def set_up(folder):
@@ -217,8 +234,8 @@ def main():
                     if asked.pop("is_saved", False):
                         answers[name] = saved(asked["config"], Path(folder))
                         continue
-                    answers[name], encodings = specs(Asked(**asked), Path(folder))
-                    answers[f"{name}: encodings"] = encodings
+                    found = specs(Asked(**asked), Path(folder))
+                    answers[name], answers[f"{name}: encodings"], answers[f"{name}: states"] = found
                 except Exception as error:
                     answers[name] = f"{type(error).__name__}: {error}"
                     traceback.print_exc()

@@ -308,7 +308,8 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
                 else:
                     (block,) = table[: len(table) - spec.num_speculative_blocks]
                 at = start + block * block_bytes
-                found.append(Moved(True, np.arange(at, at + spec.state_content_size_bytes)))
+                state = np.arange(at, at + spec.state_content_size_bytes)
+                found.append(Moved(True, np.delete(state, _of_drafts(spec))))
                 continue
             if isinstance(spec, kv.CircularBufferSpec):
                 (block,) = table
@@ -328,6 +329,15 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
                     is_read = index * size + row < num_tokens // m
                     found += [Moved(is_read, at) for at in row_of(tensor, page, row, backend)]
     return found
+
+
+def _of_drafts(spec: kv.MambaSpec) -> slice:
+    """Return which bytes of a state are the columns that its convolution keeps for drafts, which nobody else needs."""
+    if not spec.num_speculative_blocks:
+        return slice(0)
+    columns, channels = spec.shapes[0]
+    column_bytes = channels * spec.dtypes[0].itemsize
+    return slice((columns - spec.num_speculative_blocks) * column_bytes, columns * column_bytes)
 
 
 def row_of(tensor: torch.Tensor, page: int, row: int, backend: str) -> list[Any]:

@@ -14,6 +14,12 @@ pytestmark = pytest.mark.vllm
 DEADLINE_S = 60.0
 
 
+def drafting(num_spec):
+    """Return the options of an engine that looks drafts up in the prompt."""
+    drafts = {"method": "ngram", "num_speculative_tokens": num_spec, "prompt_lookup_max": 2}
+    return {"speculative_config": drafts} if num_spec else {}
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def engines(request, model):
     layers = MODELS[request.param]()
@@ -21,9 +27,9 @@ def engines(request, model):
     size = max(each.block_size for each in kinds if not isinstance(each, kv.MambaSpec))
     # without a prefix cache, states are not aligned to blocks; rings are in none
     caching = not any(isinstance(each, kv.MambaSpec | kv.CircularBufferSpec) for each in kinds)
-    with pair(
-        model, layers, num_blocks=128, block_size=size, enable_prefix_caching=caching
-    ) as made:
+    options = {"num_blocks": 128, "block_size": size, "enable_prefix_caching": caching}
+    num_spec = max(getattr(each, "num_speculative_blocks", 0) for each in kinds)
+    with pair(model, layers, **options, **drafting(num_spec)) as made:
         yield made
 
 
@@ -64,22 +70,26 @@ def test_a_part_of_a_models_pages_arrives_and_nothing_else(engines, num_tokens):
     check(engines, num_tokens)
 
 
-@pytest.mark.parametrize("num_spec, checkpoints", [(0, 0), (3, 0), (0, 1), (3, 1)])
-def test_states_that_are_cached_at_the_ends_of_blocks_arrive(model, num_spec, checkpoints):
-    """With prompts that end a block, begin one, or take several steps."""
+@pytest.mark.parametrize(
+    "num_spec, checkpoints, decode_spec",
+    [(0, 0, 0), (3, 0, 3), (0, 1, 0), (3, 1, 3), (0, 0, 3), (3, 0, 0), (0, 1, 2)],
+)
+def test_states_that_are_cached_at_the_ends_of_blocks_arrive(
+    model, num_spec, checkpoints, decode_spec
+):
+    """With prompts that end a block, begin one, or take several steps, and drafts in both engines or in one."""
     if checkpoints and not hasattr(kv.MambaSpec, "num_prefill_checkpoint_blocks"):
         pytest.skip("this release of vLLM has no checkpoints within a prompt")
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    options = {"speculative_config": drafts} if num_spec else {}
-    layers = aligned(num_spec, checkpoints)
     with pair(
         model,
-        layers,
+        aligned(num_spec, checkpoints),
+        decode_layers=aligned(decode_spec, checkpoints),
+        decode={"speculative_config": None, **drafting(decode_spec)},
         num_blocks=96,
         block_size=560,
         enable_prefix_caching=True,
         max_num_batched_tokens=1120,
-        **options,
+        **drafting(num_spec),
     ) as engines:
         for num_tokens in (5, 300, 560, 561, 1120, 1121, 1400):
             check(engines, num_tokens)

@@ -16,6 +16,7 @@ import vllm
 from kvconnector.bench.shapes import PACKED, EngineShape, rank_geometry
 from kvconnector.cli.model_config import read_model_config
 from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.parts import CUT_STATES
 from tests.support.model_configs import FAMILIES
 from tests.support.model_values import CASES
 
@@ -71,6 +72,7 @@ def vllms():
         of=lambda family, served: found(answers[f"{family}: {served}"], family),
         saved=lambda family: answers[f"{family}: saved"],
         encodings=lambda family: answers[f"{family}: as published: encodings"],
+        states=lambda family, served: answers[f"{family}: {served}: states"],
     )
 
 
@@ -80,12 +82,12 @@ def found(answer, family):
     return sorted(each for _, *each in answer) if family in UNNUMBERED else answer
 
 
-def planned(config, folder, family, *, tp=1, rank=0, cache_dtype="", draft_tokens=0):
+def planned(config, folder, family, *, tp=1, rank=0, cache_dtype="", drafts=False):
     """Return what each layer caches as `layer_specs` says it."""
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     model = read_model_config(path)
-    model = model.with_drafts(draft_tokens) if draft_tokens else model
+    model = model.with_drafts() if drafts else model
     dtype = {"fp8": "float8_e4m3fn"}.get(cache_dtype, cache_dtype)
     geometry = rank_geometry(model, EngineShape(tp=tp, dtype=dtype), Rank(0, rank))
     is_compressed = config["model_type"] == "deepseek_v4"
@@ -122,11 +124,29 @@ def test_the_plan_of_a_model_is_what_vllm_s_layers_cache(vllms, tmp_path, family
 
 
 @pytest.mark.parametrize("family", DRAFTING)
-def test_draft_layers_and_the_inputs_of_drafted_tokens_are_planned(vllms, tmp_path, family):
+def test_draft_layers_are_planned(vllms, tmp_path, family):
     """Draft layers are numbered on from the model's, or from 0 again."""
     expected = sorted(each for _, *each in vllms.of(family, "draft"))
-    found = planned(FAMILIES[family], tmp_path, family, draft_tokens=2)
+    found = planned(FAMILIES[family], tmp_path, family, drafts=True)
     assert sorted(each for _, *each in found) == expected
+
+
+@pytest.mark.parametrize("served, drafts", [("as published", 0), ("rank 7 of 8", 0), ("draft", 2)])
+def test_registration_finds_the_inputs_of_each_convolution(vllms, served, drafts):
+    """Of vLLM's own layers, with a column for each draft behind them; each rank has the only group of Mamba's heads."""
+    found = {}
+    for family in DRAFTING if drafts else FAMILIES:
+        for kind, columns, needed, is_shared in vllms.states(family, served):
+            found.setdefault(kind, set()).add(family)
+            if kind in CUT_STATES and kind != "MAMBA1":
+                assert (family, columns) == (family, needed + drafts)
+            config = FAMILIES[family]
+            groups = config.get(
+                "mamba_n_groups", config.get("n_groups", config.get("mamba_ngroups"))
+            )
+            if kind == "MAMBA2":
+                assert (family, is_shared) == (family, groups == 1)
+    assert {*found} >= ({"GDN_ATTN"} if drafts else {"MAMBA2", "GDN_ATTN"})
 
 
 @pytest.mark.parametrize("family", SPARSE)

@@ -15,6 +15,7 @@ import torch
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.integrations.vllm.parts import (
+    CUT_STATES,
     LayerCache,
     Part,
     TpSplit,
@@ -265,8 +266,47 @@ def _layer_cache(
         element=element_of(layer, spec, kv_caches[name], kv_cache_dtype),
         is_shuffled=_is_shuffled(layer),
         is_ring=is_ring(spec),
+        num_inputs=num_inputs(vllm_config, name, layer, spec),
+        is_group_shared=is_group_shared(layer),
     )
     return replace(cache, rounding=rules.rule_of(layer, cache))
+
+
+def num_inputs(vllm_config: VllmConfig, name: str, layer: Any, spec: Any) -> int:
+    """Return how many of the tokens before it a recurrent layer's convolution needs: the width of its kernel less one.
+    0 if the layer does not say it, or has no convolution.
+
+    Raises:
+        GeometryError: its state has columns that belong neither to these tokens nor to drafts.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    width = getattr(layer, "conv_kernel_size", None) or getattr(layer, "conv_size", None)
+    kind = spec.mamba_type.name if isinstance(spec, MambaSpec) else ""
+    if kind not in CUT_STATES or not width:
+        return 0
+    drafting = vllm_config.speculative_config
+    num_drafts = int(drafting.num_speculative_tokens or 0) if drafting else 0
+    needed, columns = int(width) - 1, spec.shapes[0][is_conv_state_dim_first()]
+    if columns not in (needed, needed + num_drafts):
+        raise GeometryError(
+            "the state of this layer's convolution has columns that are not known: neither one for each token that its"
+            " kernel needs, nor one more for each draft",
+            layer=name,
+            kind=kind,
+            kernel_width=width,
+            num_speculative_tokens=num_drafts,
+            columns=columns,
+        )
+    return needed
+
+
+def is_group_shared(layer: Any) -> bool:
+    """Return True if each rank of a Mamba 2 layer has all of B and C. vLLM replicates a single group of heads, and
+    otherwise divides the groups among the ranks. It counts replicas as groups, except in the layer's norm.
+    """
+    return getattr(getattr(layer, "norm", None), "n_groups", 0) == 1
 
 
 def is_ring(spec: Any) -> bool:

@@ -56,7 +56,10 @@ and vLLM's first choice for these, and one for all else."""
 UNPACKED_MODES = frozenset({"NONE", "FP8_PER_TENSOR", "NVFP4"})
 """Kinds of numbers whose rows have nothing else. (NVFP4's K and V are refused for their head slots.)"""
 CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
-"""Kinds of layers with two states, a convolution's input and a state per head, in this order and both split evenly."""
+"""Kinds of layers with two states, a convolution's input and a state per head, in this order. Both are split evenly,
+except for the inputs of a group that all heads share."""
+GROUP_INPUTS = ("B", "C")
+"""Inputs of Mamba 2's convolution that a group of heads shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,9 @@ class LayerCache:
     of K and of V in an fp8 cache, each one number, or one for each head; empty if the cache's numbers have none.
     `element` and `rounding` are those of `PartGeometry`. `is_shuffled`: the backend on this device stores elements in
     another order than elsewhere. `is_ring`: a request has one block, whatever its length.
+
+    Of a recurrent layer: `num_inputs` is the number of earlier tokens whose inputs its convolution needs, 0 if it is
+    not known, and `is_group_shared` says that every rank has the same B and C.
     """
 
     name: str
@@ -80,6 +86,8 @@ class LayerCache:
     rounding: str = ROUNDINGS[0]
     is_shuffled: bool = False
     is_ring: bool = False
+    num_inputs: int = 0
+    is_group_shared: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -338,11 +346,17 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
     """Return the parts of a recurrent layer. `is_dim_first`: the convolution's channels are outermost.
 
     A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each split on its own,
-    so engines may differ in tensor parallelism and in the order of channels. States of other kinds are one opaque part
-    per rank, for engines of equal tensor parallelism.
+    so engines may differ in tensor parallelism and in the order of channels. A Mamba 2 with a single group of heads has
+    B and C whole on every rank. States of other kinds are one opaque part per rank, for engines of equal tensor
+    parallelism.
+
+    An engine that drafts keeps one more column of inputs for each draft of a step. vLLM's kernels begin at the column
+    that the step before determines: the number of tokens that it accepted, less one. That is the first column after a
+    prompt, and where nothing is drafted. Only such states are offered, and a step never reads a later column before it
+    has written it. So the columns of drafts are not moved.
 
     Raises:
-        GeometryError: the parts do not fill the state.
+        GeometryError: the parts do not fill the state, or its convolution keeps fewer columns than it needs.
     """
     spec: MambaSpec = cache.spec
     kind, state_bytes = spec.mamba_type.name, _state_bytes(spec)
@@ -357,25 +371,30 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
         return [part(name, ranks, shape, (state_bytes, 1), offset=0, item=1, element=element)]
     (rows, columns), temporal = spec.shapes
     channels, width = (rows, columns) if is_dim_first else (columns, rows)
+    num_inputs = cache.num_inputs or width
     item = spec.dtypes[0].itemsize
     strides = (width * item, item) if is_dim_first else (item, channels * item)
     parts, first = [], 0
     for name, count in _channels(kind, channels, temporal):
-        shape, offset = (count, width), first * strides[0]
+        shape, offset = (count, num_inputs), first * strides[0]
         of_conv = {"item": item, "element": names[0]}
-        parts.append(part(f"conv-{name}", cut, shape, strides, offset=offset, **of_conv))
+        ranks = TpSplit(0, 1) if name in GROUP_INPUTS and cache.is_group_shared else cut
+        parts.append(part(f"conv-{name}", ranks, shape, strides, offset=offset, **of_conv))
         first += count
+    drafts_bytes = channels * (width - num_inputs) * item
     offset, item, dim = channels * width * item, spec.dtypes[1].itemsize, prod(temporal[1:])
     shape, strides = (temporal[0], dim), (dim * item, item)
     of_heads = {"item": item, "element": names[1]}
     parts.append(part("temporal", cut, shape, strides, offset=offset, **of_heads))
     found = sum(view.num_heads * view.head_dim * view.item_size_bytes for _, view in parts)
-    if found != state_bytes:
+    if found + drafts_bytes != state_bytes or num_inputs > width:
         raise GeometryError(
             "the parts of a recurrent state do not add up to its size",
             layer=cache.name,
             kind=kind,
             shapes=spec.shapes,
+            num_inputs=num_inputs,
+            drafts_bytes=drafts_bytes,
             pieces_bytes=found,
             state_bytes=state_bytes,
         )
