@@ -190,6 +190,10 @@ class SessionLinks(LinkPort):
         self, worker: RemoteWorker, export: PoolExport, routes: Sequence[Route]
     ) -> None:
         producer = (worker.engine.name.engine_id, worker.geometry.rank)
+        if reason := self._datapath.reads.why_packed:
+            logger.info("reads from %s rank %s are packed: %s", *producer, reason)
+            self._outbox.read_packed(reason)
+            return
         try:
             check_export(export, worker.geometry)
             how = self._datapath.reads.open(worker.link, export, routes)

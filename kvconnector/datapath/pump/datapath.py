@@ -59,8 +59,9 @@ class DataPath:
     """Sends and receives over a transport, and reads from pools on this host.
 
     Consumers may read the leases on `board` out of this worker's pools, which `export` describes; both are None where
-    that is not possible, as `why_packed` says, or not wanted. `export_again` describes the pools anew. `reads_directly`
-    lets this worker read pools of others. Events of reads and peers go to `events`, from where the caller takes them.
+    that is not possible or not wanted, as `why_packed` says. `export_again` describes the pools anew.
+    `why_reads_packed` says why this worker reads no pools of others; empty if it does. Events of reads and peers go to
+    `events`, from where the caller takes them.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DataPath:
         export: PoolExport | None = None,
         export_again: Callable[[], PoolExport] | None = None,
         why_packed: str = "",
-        reads_directly: bool = False,
+        why_reads_packed: str = "",
         send_slots: SlotPool,
         recv_slots: SlotPool,
         clock: Callable[[], float] = time.monotonic,
@@ -86,7 +87,7 @@ class DataPath:
         self.warm_ups = loop.warm_ups
         self.sends = Sends(loop, config, send_slots)
         self.receives = Receives(loop, config, recv_slots)
-        self.reads = DirectReads(loop, self.receives, config.paths, is_enabled=reads_directly)
+        self.reads = DirectReads(loop, self.receives, config.paths, why_packed=why_reads_packed)
         self._next_check_s = 0.0
         self._closed = False
 

@@ -49,16 +49,17 @@ class DirectRead(Program, eq=False, kw_only=True):
 
 
 class DirectReads(Programs[DirectRead]):
-    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and whether the
-    log warns if they cannot be read. Reads that cannot be direct are left to `receives`.
+    """All direct reads of one worker. `paths` says where pools are found, and whether the log warns if they cannot be
+    read. `why_packed`: why this worker opens no pools; empty if it does. Reads that cannot be direct are left to
+    `receives`.
     """
 
     def __init__(
-        self, loop: Loop, receives: Receives, paths: PathsConfig, *, is_enabled: bool
+        self, loop: Loop, receives: Receives, paths: PathsConfig, *, why_packed: str
     ) -> None:
         super().__init__(loop, "reads")
         self._receives = receives
-        self._is_enabled = is_enabled
+        self.why_packed = why_packed
         self._paths = paths
         self._by_read: dict[RankRead, DirectRead] = {}
         self.waiting: dict[DirectRead, Jobs] = {}
@@ -75,8 +76,6 @@ class DirectReads(Programs[DirectRead]):
         Raises:
             TransportError, PeerLostError: they cannot be reached.
         """
-        if not self._is_enabled:
-            raise TransportError("this worker has no direct path")
         try:
             with ExitStack() as stack:
                 device, folder = self.loop.copies.pools.device, self._paths.shared_folder

@@ -61,9 +61,9 @@ def open_datapath(
     if is_checked:
         copies.digests = Digests(device, slot_bytes)
         logger.info("verify=checksum: all reads are packed, and each chunk is checked")
-    is_direct = config.paths.direct != "never" and not is_checked
-    board, export, why_packed = None, None, ""
-    if is_direct and sends:
+    why_packed = why_reads_packed = _why_unwanted(config)
+    board, export = None, None
+    if sends and not why_packed:
         board, export, why_packed = _share(pools, copies, config.paths.shared_folder)
     with ExitStack() as opened:
         if board is not None:
@@ -78,7 +78,7 @@ def open_datapath(
             if board is None
             else partial(export_pools, pools, board, config.paths.shared_folder),
             why_packed=why_packed,
-            reads_directly=is_direct and receives and _can_read(copies),
+            why_reads_packed=why_reads_packed or (_why_unreadable(copies) if receives else ""),
             send_slots=send_slots,
             recv_slots=recv_slots,
             clock=clock,
@@ -142,11 +142,18 @@ def _share(
         return None, None, error.statement
 
 
-def _can_read(copies: Copies) -> bool:
-    """Returns True if other workers' pools on the host can be read; else the log says why not."""
+def _why_unwanted(config: ConnectorConfig) -> str:
+    """Return which setting keeps this worker from direct reads, of its pools and of others'; empty if none does."""
+    if config.verify == "checksum":
+        return "verify is checksum, and only packed reads are checked"
+    return "paths.direct is never" if config.paths.direct == "never" else ""
+
+
+def _why_unreadable(copies: Copies) -> str:
+    """Return why other workers' pools on the host cannot be read, which is in the log, too; empty if they can."""
     try:
         copies.warm_up_reads()
     except (RelayoutError, KVConnectorError) as error:
         logger.info("no producer's pools can be read directly: %s", error)
-        return False
-    return True
+        return error.message if isinstance(error, KVConnectorError) else str(error)
+    return ""

@@ -68,7 +68,7 @@ class Side(Caches):
             copies,
             board=board,
             export=export_pools(self.pools, board) if board else None,
-            reads_directly=direct,
+            why_reads_packed="" if direct else "paths.direct is never",
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             clock=clock,

@@ -92,6 +92,29 @@ def test_a_consumer_that_takes_no_message_as_long_as_the_export_reads_packed(cap
         assert f"control.max_message_bytes of both is {SMALL}" in text
 
 
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({}, "paths.direct is never"),
+        ({"verify": "checksum"}, "verify is checksum, and only packed reads are checked"),
+    ],
+)
+def test_a_setting_that_keeps_reads_packed_is_named_and_no_fault_of_the_host(
+    side, settings, reason, caplog
+):
+    """In a world no engine reads directly. The consumer's own setting counts if the producer offers its pools."""
+    offered = {"export": structs.replace(long_export(), gpu_uuid=""), "text": ""}
+    with closing(World(settings=settings)) as world, caplog.at_level(logging.INFO):
+        greeted = Greeted(world, **(offered if side == "consumer" else {}))
+        packed, error = greeted.load()
+    assert error is None
+    counted = reason if side == "consumer" else "its engine says why, see this rank's log"
+    assert packed == [{counted: 1}]
+    (line,) = [each.message for each in caplog.records if "reads from" in each.message]
+    assert line.endswith(f": {reason}")
+
+
 def test_a_consumer_that_takes_no_message_as_long_as_an_answer_is_refused_in_words(caplog):
     with closing(World()) as world, caplog.at_level(logging.WARNING):
         greeted = Greeted(world, export=long_export(), transport_address=bytes(SMALL))

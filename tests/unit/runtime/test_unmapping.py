@@ -32,7 +32,7 @@ class MappingPath:
         """Reads of other workers' pools."""
 
         def __init__(self, receives):
-            self.can_map = True
+            self.can_map, self.why_packed = True, ""
             self._receives = receives
             self.unmapping = []
             self.opened = []
