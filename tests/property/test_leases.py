@@ -15,6 +15,7 @@ ALL_NAMES = ("a", "b", "c")
 NAMES = st.sampled_from(ALL_NAMES)
 LINKS = st.sampled_from([-1, -2])
 READERS = harness.engine("d", tp_size=2)
+ROUTES = {link: harness.routes_of(READERS, tp_rank=-1 - link) for link in (-1, -2)}
 
 
 class Leases(RuleBasedStateMachine):
@@ -34,7 +35,9 @@ class Leases(RuleBasedStateMachine):
 
     def _greet(self, link):
         self.links[link] = next(self.numbers) * -2 + (link == -2)
-        self._handle(FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
+        segments = ROUTES[link][0].segments
+        hello = harness.hello(READERS, tp_rank=-1 - link, segments=segments)
+        self._handle(FromPeer(self.links[link], hello))
         self._handle(ev.EndpointOpened(self.links[link]))
 
     def _handle(self, event):
@@ -79,12 +82,13 @@ class Leases(RuleBasedStateMachine):
         secret = self.released.get(name, harness.SECRET) if is_right else harness.OTHER_SECRET
         return m.TransferKey(transfer_id=name, secret=secret)
 
-    @rule(link=LINKS, name=NAMES, is_right=st.booleans(), tp_rank=st.integers(0, 1))
-    def read(self, link, name, is_right, tp_rank):
+    @rule(link=LINKS, name=NAMES, is_right=st.booleans())
+    def read(self, link, name, is_right):
         if self.held:
             name = sorted(self.held)[ALL_NAMES.index(name) % len(self.held)]
         if name in self.held or not is_right:
-            asked = harness.read(next(self.numbers), self._key(name, is_right=is_right))
+            key = self._key(name, is_right=is_right)
+            asked = harness.read(next(self.numbers), key, routes=ROUTES[link])
             self._wants(name, is_right)
             self._handle(FromPeer(self.links[link], asked))
 

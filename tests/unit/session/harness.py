@@ -41,7 +41,12 @@ def engine(engine_id="p", model=MODEL, **shape):
     return FakeEngine(engine_id, model, **shape).geometry()
 
 
-ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
+def routes_of(consumer, tp_rank=0):
+    """Return the routes of a consumer's rank to a producer of one rank."""
+    return plan_routes(TpKVTopology(consumer, Rank(0, tp_rank)), engine())
+
+
+ROUTES = routes_of(engine("d"))
 """The routes of consumer rank 0 to a producer of the same shape."""
 WORKER = RemoteWorker(None, Link(1), None, 0.0, 0.0, incarnation="one")
 
@@ -205,9 +210,11 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
     return side.handle(greeted, ev.EndpointOpened(link))
 
 
-def read(read_id=1, key=KEY, tokens=range(12), **changes):
-    """Return a correct read by consumer rank 0 from producer rank 0, with some fields changed."""
-    (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
+def read(read_id=1, key=KEY, tokens=range(12), routes=ROUTES, **changes):
+    """Return a correct read from producer rank 0, by consumer rank 0 unless it has other `routes`, with some fields
+    changed.
+    """
+    (source,) = plan_reads(routes, [tokens], chunk_bytes=CHUNK_BYTES)
     load = Load(LOAD_TABLE, want(key=key), RemoteEngine(ENGINE_TABLE, ADDRESS), 0.0)
     asked = posted(RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)).read
     return structs.replace(asked.message(), **changes)

@@ -71,7 +71,8 @@ def _reading():
 def test_every_rank_that_reads_a_lease_confirms_before_it_is_released(side):
     consumer = harness.engine("d", tp_size=2)
     for tp_rank in range(2):
-        harness.welcome(side, -1 - tp_rank, consumer, tp_rank, segments=())
+        segments = harness.routes_of(consumer, tp_rank)[0].segments
+        harness.welcome(side, -1 - tp_rank, consumer, tp_rank, segments=segments)
     side.handle(harness.hold())
     assert harness.released(side.handle(harness.done(-1), harness.done(-1))) == []
     assert harness.released(side.handle(harness.done(-2))) == [("r", "released")]
