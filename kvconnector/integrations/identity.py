@@ -61,14 +61,15 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 class PromptEnd(msgspec.Struct, frozen=True, array_like=True):
     """What a prefill engine says of a streamed prompt with its last report, in `HoldRequest.extra`: the first token and
-    the digest of its sampling parameters, if there is one to use, and what was computed. An earlier release leaves out
-    the identity, or sends nothing at all.
+    the digest of its sampling parameters, if there is one to use, and what was computed. `weights` is the name that the
+    engine's operator gave to its weights. What an earlier release or another kind of engine leaves out is not compared.
     """
 
     token: int | None = None
     sampling_digest: str = ""
     num_tokens: int = 0
     identity: Identity | None = None
+    weights: str = ""
 
     @classmethod
     def decode(cls, extra: bytes) -> PromptEnd:

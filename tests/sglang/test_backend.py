@@ -24,7 +24,7 @@ from kvconnector.errors import (
     RemoteError,
     TransferAbortedError,
 )
-from kvconnector.integrations.identity import content_digest, digest_of
+from kvconnector.integrations.identity import Identity, content_digest, digest_of
 from kvconnector.integrations.sglang import release_or_raise
 from kvconnector.integrations.sglang.media import FIRST_MEDIA_TOKEN
 from tests.sglang.listed import hybrid_pool, listed
@@ -295,6 +295,30 @@ def test_the_hooks_leave_alone_what_is_of_sglangs_fake_backend(backend):
     backend.note_length(queue, SimpleNamespace(kv_receiver=receiver), range(3))
     backend.note_end(None, SimpleNamespace(disagg_kv_sender=sender))
     assert not hasattr(sender, "prompt_end")
+
+
+def test_the_end_of_a_prompt_names_the_weights_that_computed_it(backend):
+    serving, greedy = backend.get_serving(), SimpleNamespace(repetition_penalty=1.0, top_k=1)
+    identity = Identity(TOKENS, digest_of(range(TOKENS)), {})
+    with _sides(backend, "cpu") as (prefill, decode):
+        for computed, here in ((("v1", "v1"), "v1"), (("v1", "v1"), "v2"), (("v1", "v2"), "v2")):
+            room, sender, receiver = _asked(backend, (prefill, decode))
+            sender.identity = receiver.identity = lambda: identity
+            serving.weight_version = computed[0]
+            sender.send(prefill.pages[: CHUNK // 16])
+            serving.weight_version = computed[1]
+            req = request_of(range(TOKENS), disagg_kv_sender=sender, sampling_params=greedy)
+            req.output_ids = [5]
+            backend.note_end(prefill.metadata, req)
+            prefill.metadata.bootstrap_room[SENT_ROW] = room
+            sender.send(prefill.pages[CHUNK // 16 :], [], TOKENS - CHUNK)
+            serving.weight_version = here
+            _load(decode, receiver)
+            is_right = {*computed} == {here}
+            _until(SUCCESS if is_right else FAILED, receiver)
+            if not is_right:
+                with pytest.raises(IncompatiblePeerError, match=f"ours='{here}'"):
+                    receiver.failure_exception()
 
 
 def _servers(adapters):

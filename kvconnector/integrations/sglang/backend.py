@@ -66,7 +66,11 @@ from kvconnector.integrations.sglang.fields import problem_of
 from kvconnector.integrations.sglang.media import feature_namespace
 from kvconnector.integrations.sglang.metadata import forget_earlier_request, name_columns
 from kvconnector.integrations.sglang.numbers import ELEMENTS, numbers_of_pool
-from kvconnector.integrations.sglang.prompt_end import context_of, prompt_end_of
+from kvconnector.integrations.sglang.prompt_end import (
+    context_of,
+    name_of_weights,
+    prompt_end_of,
+)
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
     connector_config,
@@ -220,6 +224,10 @@ class KVManager(RankTransfers, BaseKVManager):
         if problems:
             self.register_buffer_to_engine()
         return "; ".join(problems)
+
+    def weight_version(self) -> str:
+        """Return `--weight-version`, or what the last update of the weights named."""
+        return str(getattr(get_serving(), "weight_version", None) or "")
 
     def register_to_bootstrap(self) -> None:
         """Do nothing: the rank has registered."""
@@ -468,7 +476,8 @@ def note_end(buffers: Any, req: Any) -> None:
     """Record the end of a prompt on its sender: a hook before `set_buf`, which fills the row of metadata."""
     sender = req.disagg_kv_sender
     if isinstance(sender, SentPrompt) and sender.identity is not None:
-        sender.prompt_end = prompt_end_of(req, sender.identity())
+        versions = {*sender.weights, sender.kv_mgr.weight_version()}
+        sender.prompt_end = prompt_end_of(req, sender.identity(), name_of_weights(versions))
 
 
 def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:

@@ -4,6 +4,7 @@ metadata, the first token. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -16,9 +17,13 @@ from kvconnector.integrations.identity import (
     drawing_digest,
 )
 from kvconnector.integrations.sglang.media import media_name
+from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
 MAX_ADAPTER = 512
 """Characters of an adapter's name that are compared, as in the other kind of engine."""
+MAX_WEIGHTS = 16
+"""Characters of a version of the weights: what is said at a prompt's end is short."""
+SEVERAL_WEIGHTS = "several versions"
 TOP_K_ALL = 1 << 30
 """SGLang's `top_k` for the whole vocabulary; its 1 stands for greedy sampling."""
 _UNSHARED = (
@@ -69,15 +74,36 @@ def digest_of_drawing(params: Any) -> str:
     return drawing_digest([*shape, params.repetition_penalty, None, None, None, None])
 
 
-def prompt_end_of(req: Any, computed: Identity) -> bytes:
+def name_of_weights(versions: Collection[str]) -> str:
+    """Return how both engines name the weights that a prompt was computed with; "" if nothing is known of them.
+
+    Args:
+        versions: The server's `weight_version` at each of the prompt's steps.
+    """
+    if len({*versions}) > 1:
+        return SEVERAL_WEIGHTS
+    version = next(iter(versions), "")
+    if len(version) <= MAX_WEIGHTS and version.isascii():
+        return version
+    return content_digest(version.encode("utf-8", "surrogatepass"))[:MAX_WEIGHTS]
+
+
+def prompt_end_of(req: Any, computed: Identity, weights: str = "") -> bytes:
     """Return the end of a request's prompt, encoded: what was computed, and the token that was sampled.
 
     Args:
         req: SGLang's request, whose prompt is computed.
         computed: The prompt's identity.
+        weights: See `name_of_weights`.
     """
     drawn = digest_of_drawing(req.sampling_params)
     if getattr(req, "custom_logit_processor", None):
         drawn = ""
     token = int(req.output_ids[0]) if drawn and req.output_ids else None
-    return msgspec.msgpack.encode(PromptEnd(token, drawn, computed.num_tokens, computed))
+    end = PromptEnd(token, drawn, computed.num_tokens, computed, weights)
+    encoded = msgspec.msgpack.encode(end)
+    if (
+        len(encoded) > MAX_EXTRA_BYTES
+    ):  # with an adapter, a salt, images and embeddings, all at once
+        return msgspec.msgpack.encode(msgspec.structs.replace(end, weights=""))
+    return encoded

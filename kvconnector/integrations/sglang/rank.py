@@ -228,6 +228,10 @@ class RankTransfers:
         ):
             logger.info("%s", line)
 
+    def weight_version(self) -> str:
+        """Return the name of the weights that the server has now; "" if it has none."""
+        return ""
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
         """Returns True if nothing reads or writes the pages of a room's failed request any more."""
         self.take()

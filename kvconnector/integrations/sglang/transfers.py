@@ -58,6 +58,7 @@ from kvconnector.errors import (
 )
 from kvconnector.integrations.identity import Identity, PromptEnd, compare_identities
 from kvconnector.integrations.sglang.fields import named_engine
+from kvconnector.integrations.sglang.prompt_end import name_of_weights
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
@@ -200,6 +201,8 @@ class SentPrompt(RoomTransfer):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.num_tokens = 0
         """Tokens published so far."""
+        self.weights: set[str] = set()
+        """The versions of the weights with which they were computed."""
         self._pages = NO_BLOCKS
         self._is_complete = self._is_failing = False
         if self.error is not None:
@@ -255,6 +258,7 @@ class SentPrompt(RoomTransfer):
         self._is_complete = state_indices is not None
         if self.stage is not Stage.WAITING:
             return
+        self.weights.add(self.kv_mgr.weight_version())
         early, self._early_send_wait_event = self._early_send_wait_event, None
         layout, pages = self.kv_mgr.layout, [int(page) for page in kv_indices]
         with self.failing(), self.kv_mgr.after(early):
@@ -470,12 +474,14 @@ class LoadedPrompt(RoomTransfer):
 
         Raises:
             OtherPromptError: the prefill engine has computed another prompt.
+            IncompatiblePeerError: or with other weights.
             RemoteError: such an engine has sent no first token, and SGLang's decode engines do not compute one.
         """
         with self.kv_mgr.after():
             end = PromptEnd.decode(self.prompt_end)
             if end.identity is not None and self.identity is not None:
                 compare_identities(end.identity, (self.identity(),))
+            self._compare_weights(end.weights)
             if self.kv_mgr.rows.spread(self._row):
                 return
             token = end.token
@@ -491,6 +497,18 @@ class LoadedPrompt(RoomTransfer):
                     vocab_size=self.vocab_size,
                 )
             self.kv_mgr.rows.put_first_token(self._row, token, self.room)
+
+    def _compare_weights(self, theirs: str) -> None:
+        """Compare versions of weights. An engine that names none is not compared."""
+        ours = name_of_weights([self.kv_mgr.weight_version()])
+        if theirs and ours and theirs != ours:
+            raise IncompatiblePeerError(
+                "the prompt was computed with other weights than this server's: update both servers, and give both the"
+                " same weight_version",
+                room=self.room,
+                theirs=theirs,
+                ours=ours,
+            )
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Do nothing: `failure_exception` ends the load, and `is_abort_release_safe` says when."""

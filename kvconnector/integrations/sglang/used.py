@@ -153,7 +153,7 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{CONTEXT}:get_serving"),
     Name(f"{CONTEXT}:get_model"),
     Name(f"{CONTEXT}:attention_backends"),
-    Mentioned("srt/arg_groups/field_order.py", ("quantization_param_path",)),
+    Mentioned("srt/arg_groups/field_order.py", ("quantization_param_path", "weight_version")),
     Mentioned(
         CONTEXT,
         (

@@ -9,7 +9,14 @@ import pytest
 
 from kvconnector.integrations.identity import GREEDY, PromptEnd, content_digest, digest_of
 from kvconnector.integrations.sglang.digests import identity_of
-from kvconnector.integrations.sglang.prompt_end import TOP_K_ALL, context_of, prompt_end_of
+from kvconnector.integrations.sglang.prompt_end import (
+    MAX_WEIGHTS,
+    SEVERAL_WEIGHTS,
+    TOP_K_ALL,
+    context_of,
+    name_of_weights,
+    prompt_end_of,
+)
 from kvconnector.integrations.sglang.transfers import Stage
 from kvconnector.wire.messages import MAX_EXTRA_BYTES
 from tests.mixed.pure.engines import DecodeEngine, NamedPools
@@ -89,10 +96,11 @@ def _request(**changes):
     )
 
 
-def _end_of(**changes):
+def _end_of(weights="", **changes):
     req = _request(**changes)
     context = context_of(req, adapter="a" * 600, namespace="0" * 16)
-    return prompt_end_of(req, identity_of(req.origin_input_ids, context, req.input_embeds))
+    identity = identity_of(req.origin_input_ids, context, req.input_embeds)
+    return prompt_end_of(req, identity, weights)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda tokens: array("q", tokens)])
@@ -137,9 +145,24 @@ DEPENDS["input_embeds"] = [[0.1]]
 def test_what_a_cache_depends_on_besides_tokens_is_said_and_fits_into_a_report():
     for name, value in DEPENDS.items():
         assert len(PromptEnd.decode(_end_of(**{name: value})).identity.context) == 1
-    end = _end_of(**DEPENDS, prompt=range(1_000_000), output_ids=[1_000_000])
+    weights = "v" * MAX_WEIGHTS
+    end = _end_of(weights, **DEPENDS, prompt=range(1_000_000), output_ids=[1_000_000])
     assert PromptEnd.decode(end).identity.context.keys() == {"adapter", "salt", "media", "embeds"}
     assert len(end) <= MAX_EXTRA_BYTES
+    without_salt = {name: value for name, value in DEPENDS.items() if name != "cache_salt"}
+    end = _end_of(weights, **without_salt, prompt=range(1_000_000), output_ids=[1_000_000])
+    assert PromptEnd.decode(end).weights == weights
+    assert len(end) <= MAX_EXTRA_BYTES
+
+
+def test_versions_of_weights_have_short_names_of_their_own():
+    versions = ("default", "v" * MAX_WEIGHTS, "v" * 17, "w" * 17, "é", "\ud800")
+    names = [name_of_weights([each]) for each in versions]
+    assert len({*names}) == len(versions)
+    assert max(map(len, names)) == MAX_WEIGHTS
+    assert names[0] == "default"
+    assert name_of_weights([]) == ""
+    assert name_of_weights({"a", "b"}) == SEVERAL_WEIGHTS
 
 
 def test_an_adapter_has_the_name_that_vllm_gives_it():

@@ -223,6 +223,7 @@ CASES = (
     _ours("crossed", s.crossed, prefill=ONE, decode=ONE),
     _ours("mixed-up", s.mixed_up),
     _ours("adapters", s.adapters, prefill=LORA, decode=LORA),
+    _ours("weights", s.weights),
     _ours("images", s.images, model=IMAGES),
     _ours("images-hits-page16-64", s.images, model=IMAGES, decode=RADIX | _page(64)),
     _ours("images-tp1-tp2", s.images, model=IMAGES, decode=TP2),

@@ -473,6 +473,35 @@ def malformed(pair, outcome):
     pair.ask(outcome, "afterwards", prompt)
 
 
+def weights(pair, outcome):
+    """While only one server has new weights no prompt is decoded. Afterwards prompts are, and their caches."""
+    prompt = prompt_of(90, seed=44)
+    pair.ask(outcome, "before", prompt)
+    for number, (first, second) in enumerate((("prefill", "decode"), ("decode", "prefill"))):
+        new = {"model_path": str(pair.model), "weight_version": f"step-{number}"}
+        getattr(pair, first).post("/update_weights_from_disk", new)
+        asked = pair.submit(prompt)
+        asked.prefill.answer()
+        answer, log = asked.decode.answer(), pair.decode.log_text()
+        what = f"the {first} server alone has new weights"
+        _check_failed(outcome, what, answer, log, errors.IncompatiblePeerError)
+        outcome.check(f"{what}: {answer.error}", "same weight_version" in answer.error)
+        pair.check_idle(outcome)
+        getattr(pair, second).post("/update_weights_from_disk", new)
+        pair.ask(outcome, "both have", prompt)
+    expected = pair.alone(prompt, max_tokens=1000)
+    asked = pair.submit(prompt, max_tokens=1000)
+    _wait_until_read(pair, outcome, [asked.room])
+    pair.decode.post("/pause_generation", {"mode": "retract"})
+    new = {"model_path": str(pair.model), "weight_version": "step-2"}
+    for engine in (pair.prefill, pair.decode):
+        engine.post("/update_weights_from_disk", new)
+    pair.decode.post("/continue_generation", {})
+    _wait_until_read(pair, outcome, [next_room(asked.room)])
+    outcome.compare("retracted meanwhile", asked.decode.answer(), expected)
+    pair.check_idle(outcome)
+
+
 def logprobs(pair, outcome):
     """The first token's log probabilities are transferred with it."""
     pair.ask(outcome, "with log probabilities", prompt_of(90), return_logprob=True)

@@ -5,8 +5,9 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from kvconnector.errors import OtherPromptError
+from kvconnector.errors import IncompatiblePeerError, OtherPromptError
 from kvconnector.integrations.identity import Identity, PromptEnd, digest_of
+from kvconnector.integrations.sglang.prompt_end import name_of_weights
 from kvconnector.integrations.sglang.transfers import Stage
 from tests.sglang.pure.engines import Pair
 from tests.sglang.pure.pools import Model
@@ -204,6 +205,41 @@ def test_another_prompt_is_refused(*, computed, theirs, own, ours, differs):
         else:
             assert {*stages} == {Stage.DONE}
             pair.check(DECODE_PAGES, 3)
+
+
+@pytest.mark.parametrize(
+    "computed, here, is_right",
+    [
+        (("v1",), "v1", True),
+        (("v1",), "v2", False),
+        (("v2",), "default", False),
+        (("v1", "v2"), "v2", False),
+        (("",), "v2", True),
+        (("v1",), "", True),
+    ],
+    ids=["equal", "older", "newer", "changed meanwhile", "not stated", "not known here"],
+)
+def test_what_other_weights_have_computed_is_refused(computed, here, is_right):
+    with closing(Pair(Model())) as pair:
+        sent, wanted = pair.send(84), pair.want(84)
+        for rank in pair.decode.ranks:
+            rank.weight_version = lambda: here
+        for start, version in zip((0, 8), (computed[0], computed[-1]), strict=True):
+            for rank in pair.prefill.ranks:
+                rank.weight_version = lambda version=version: version
+            for each in sent:
+                named = name_of_weights({*each.weights, version})
+                each.prompt_end = msgspec.msgpack.encode(PromptEnd(weights=named))
+            pair.compute(sent, PREFILL_PAGES, start, start + 8, is_last=start > 0)
+        pair.load(wanted, DECODE_PAGES, 16)
+        stages = pair.until_over(*sent, *wanted)
+        if is_right:
+            assert {*stages} == {Stage.DONE}
+            pair.check(DECODE_PAGES, 16)
+        else:
+            assert {*stages[-len(wanted) :]} == {Stage.FAILED}
+            with pytest.raises(IncompatiblePeerError, match="same weight_version"):
+                wanted[0].failure_exception()
 
 
 def test_a_shorter_prompt_than_the_requests_is_another_one():
