@@ -23,7 +23,7 @@ from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.trace import LeaseTrace
 from kvconnector.topology import EngineGeometry, RankGeometry, Segment
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
@@ -210,7 +210,7 @@ class ProducerRank(SessionThread):
         self,
         request_id: str,
         outcome: str,
-        trace: HoldTrace | None,
+        trace: LeaseTrace | None,
         error: KVConnectorError | None = None,
     ) -> None:
         self.world.released(request_id)

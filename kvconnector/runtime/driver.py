@@ -148,7 +148,7 @@ class Driver:
         """Turns that were begun. A thread that drives begins one after `pacing.MAX_SLEEP_S` at most."""
         self._outbox = outbox
         self._context = context
-        self._inbox: deque[PostedStep] = deque()
+        self._posted_steps: deque[PostedStep] = deque()
         self._stop_after_report = False
         self._late_at = 0.0
         self._is_ticking = False
@@ -163,7 +163,7 @@ class Driver:
     @property
     def num_queued(self) -> int:
         """Number of events that no session has seen yet."""
-        return len(self._events) + len(self._inbox)
+        return len(self._events) + len(self._posted_steps)
 
     def withdraw_pools(self) -> None:
         """Let consumers unmap the pools' memory if it is mapped segment by segment, before the engine takes it away.
@@ -195,7 +195,7 @@ class Driver:
         if self._context is not None:
             orders, blocks = orders_with_blocks(orders, self._outbox.note_contained)
         mark = self._context.make_mark() if self._context is not None and blocks else None
-        self._inbox.append((orders, blocks, mark))
+        self._posted_steps.append((orders, blocks, mark))
 
     def turn(self, timeout_s: float, *, stop_after_report: bool = False) -> None:
         """Wait at most `timeout_s` for work, and do it. With `stop_after_report`, for an engine's thread, it leaves the
@@ -233,7 +233,7 @@ class Driver:
         """Return how long to stay in the data path, in seconds: not long while the control channel may have messages
         that its descriptor does not show.
         """
-        if self._events or self._inbox or self.links.with_unsent or self.links.has_arrived:
+        if self._events or self._posted_steps or self.links.with_unsent or self.links.has_arrived:
             return 0.0
         is_settled = self.links.control.is_settled
         longest_s = pacing.MAX_SLEEP_S if is_settled else pacing.LOOK_AGAIN_S
@@ -274,13 +274,13 @@ class Driver:
 
     def _take_orders(self) -> None:
         """Queue the orders that the engine's thread has left."""
-        while self._inbox:
-            orders, blocks, mark = self._inbox[0]
+        while self._posted_steps:
+            orders, blocks, mark = self._posted_steps[0]
             if mark is not None and self._context is not None:
                 self.datapath.copies.order_after(mark, blocks)
                 self._context.give_back(mark)
             self._events += orders
-            self._inbox.popleft()  # last, so that `num_queued` always counts them
+            self._posted_steps.popleft()  # last, so that `num_queued` always counts them
 
     def _work(self, *, inline: bool, ticks: bool = True) -> bool:
         """Handle queued events and their consequences, until nothing moves or the time is over, and send the sessions'

@@ -31,7 +31,7 @@ from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker
 from kvconnector.session.peers import Peer
 from kvconnector.session.port import DataPathPort, EnginePort, LinkPort, Ports
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.trace import LeaseTrace
 from kvconnector.topology import EngineGeometry, Segment
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
@@ -271,7 +271,7 @@ class SessionReports(EnginePort):
         self,
         request_id: str,
         outcome: str,
-        trace: HoldTrace | None,
+        trace: LeaseTrace | None,
         error: KVConnectorError | None = None,
     ) -> None:
         held = None

@@ -48,7 +48,7 @@ from kvconnector.planning import SourceRead
 from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.orders import GrowRequest, LeaseOrder
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.trace import LeaseTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
@@ -103,7 +103,7 @@ class Lease(Tracked[LeaseState]):
         self.followers: tuple[Link, ...] = ()
         self.confirmed: dict[EngineId, set[Rank]] = {}
         self.sends: dict[Send, None] = {}
-        self.trace = HoldTrace(now, now)
+        self.trace = LeaseTrace(now, now)
         self.outcome: LeaseState | None = None
         self.reason: KVConnectorError | None = None
         self.is_reported = False

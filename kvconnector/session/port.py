@@ -14,7 +14,7 @@ from kvconnector.planning import Segment
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load, RankRead, RemoteWorker
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.trace import LeaseTrace
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Hello, HelloReply, Message, Probe
 
@@ -127,7 +127,7 @@ class EnginePort:
         self,
         request_id: str,
         outcome: str,
-        trace: HoldTrace | None,
+        trace: LeaseTrace | None,
         error: KVConnectorError | None = None,
     ) -> None:
         """Let the producer engine reuse the request's blocks. `outcome` is `released` if all consumer ranks confirmed,

@@ -40,7 +40,7 @@ from kvconnector.session.orders import (
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers, name_of
 from kvconnector.session.port import Ports
 from kvconnector.session.read_check import check_read
-from kvconnector.session.trace import HoldTrace
+from kvconnector.session.trace import LeaseTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -248,7 +248,7 @@ class ProducerSession:
         error, outcome = None, LeaseState.RELEASED
         if not self._ended_early.has_released(event.transfer_id, event.secret):
             error, outcome = _given_up_error(), _ABORTED
-        self._engine.release(event.request_id, outcome.value, HoldTrace(now, now), error)
+        self._engine.release(event.request_id, outcome.value, LeaseTrace(now, now), error)
 
     def _reclaimed(self, event: ReclaimRequest, now: float) -> None:
         """Take back a held request that no consumer has asked for, because the pool is full of such requests. A

@@ -54,7 +54,7 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         )
 
 
-class HoldTrace(msgspec.Struct, eq=False, gc=False):
+class LeaseTrace(msgspec.Struct, eq=False, gc=False):
     """The times of a lease, which fills while its prompt is computed and then waits for its consumers. `parts` are the
     phases of its packed reads by name: a prompt that is streamed has thousands of these.
     """
