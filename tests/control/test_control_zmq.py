@@ -787,6 +787,26 @@ def test_connections_that_came_and_went_are_looked_at_in_turns():
         assert max(counts) <= 2 * 16
 
 
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_a_channel_keeps_nothing_of_connections_that_have_ended(first):
+    """Whichever end gives them up first. Ten thousand restarts of a consumer must not fill its producer's memory."""
+    with channels(None) as (far,):
+        incoming = far._incoming
+        for _ in range(3):
+            with channels(None) as (near,):
+                recorder = Recorder(near, far)
+                near_handle, far_handle = recorder.link(near, far)
+                if first == "near":
+                    near.disconnect(near_handle)
+                    recorder.wait_loss(far, far_handle)
+                else:
+                    far.disconnect(far_handle)
+            recorder = Recorder(far)
+            recorder.until(lambda: not incoming._open_fds)
+        kept = incoming._by_handle, incoming._by_identity, incoming._by_fd, incoming._ending
+        assert not any(kept), kept
+
+
 @pytest.mark.parametrize("ends", ["is served", "closes"])
 def test_a_storm_of_connections_while_nobody_polls_fills_no_memory(ends, monkeypatch):
     """libzmq tells of each that came and went. It waits once too many are untold, and goes on afterwards."""
