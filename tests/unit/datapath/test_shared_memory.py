@@ -38,7 +38,7 @@ def outside_the_heap():
     """Return a large allocation that has pages of its own. Tests before this one may have left as much of a heap."""
     made = []
     while not made or shared_memory._is_in_heap(*bounds(made[-1]), shared_memory._mappings()):
-        made.append(random_bytes(MIN_OWN_PAGES_BYTES + 100))
+        made.append(random_bytes(MIN_OWN_PAGES_BYTES))
     return made[-1]
 
 
