@@ -136,6 +136,7 @@ class Engine(EngineProcess):
 
     def stop(self):
         """End the engine in order, or kill it after `STOP_TIMEOUT_S`."""
+        self.note_shared_memory()
         with suppress(OSError, ValueError):
             self._send("stop")
             self._process.join(STOP_TIMEOUT_S)
