@@ -4,6 +4,7 @@ for failures of the transport library on this side, `RemoteError` for mistakes o
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import ClassVar
 
@@ -288,6 +289,13 @@ def require_counts(error: type[LocalError], **values: object) -> None:
     for name, value in values.items():
         if type(value) is not int or not 0 <= value < 1 << 31:
             raise error(f"{name} must be an integer from 0 to 2^31 - 1", **{name: value})
+
+
+def require_seconds(**values: float) -> None:
+    """Raise LocalError for the first value that is not a finite number."""
+    for name, value in values.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise LocalError(f"{name} must be a finite number of seconds", **{name: value})
 
 
 def require_at_least(minimum: int, error: type[LocalError], **values: int | None) -> None:

@@ -7,7 +7,7 @@ After a prefix hit different groups may lack different tokens, so each group dec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from kvconnector.errors import GeometryError, require_at_least
 
@@ -15,6 +15,7 @@ Keeps: TypeAlias = Literal["all", "window", "chunk", "encoder", "state"]
 """The name of a retention, for messages between processes."""
 
 
+@runtime_checkable
 class Retention(Protocol):
     """The tokens of a sequence that one cache group keeps."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
 
@@ -20,6 +19,7 @@ from kvconnector.errors import (
     one_line,
 )
 from kvconnector.folded_log import Refusals
+from kvconnector.runtime.own_process import OwnProcess
 from kvconnector.session.containment import failure_of
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
@@ -77,7 +77,7 @@ class DirectoryService:
         limit = control.max_message_bytes
         self._directory = msgspec.structs.replace(directory, max_message_bytes=limit)
         self._refusals = Refusals(logger)
-        self._process = os.getpid()
+        self._process = OwnProcess("directory service")
         self._stopping = threading.Event()
         name = f"kvconnector-{self._engine_id}-directory"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -168,7 +168,7 @@ class DirectoryService:
 
     def abandon(self) -> None:
         """Stop without waiting: the scheduler was collected without `close`. In a forked child, do nothing."""
-        if self._stopping.is_set() or self._process != os.getpid():
+        if self._stopping.is_set() or not self._process.is_here:
             return
         self._stop()
         warnings.warn(

@@ -35,6 +35,9 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     num_optional: int = 0
 
 
+_NEEDED = "a Scheduler needs the list of what each worker's handshake() returned"
+
+
 def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
     """Return the whole engine's geometry, from the metadata of all its workers in any order.
 
@@ -44,6 +47,8 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
         ConfigError: a worker has another engine id or role than these settings.
         GeometryError: a worker is missing or twice there, or they belong to different models.
     """
+    if not isinstance(metadata, Sequence):
+        raise ConfigError(_NEEDED, got=type(metadata).__name__)
     if not metadata:
         raise GeometryError("an engine needs at least one worker")
     for worker in metadata:
@@ -77,10 +82,7 @@ def _rank_of(worker: WorkerMetadata) -> Rank:
 
 def _check_worker(worker: object, config: ConnectorConfig, first: WorkerMetadata) -> None:
     if not isinstance(worker, WorkerMetadata):
-        raise ConfigError(
-            "a Scheduler needs the list of what each worker's handshake() returned",
-            got=type(worker).__name__,
-        )
+        raise ConfigError(_NEEDED, got=type(worker).__name__)
     rank = str(worker.geometry.rank)
     theirs, ours = (worker.engine_id, worker.role), (config.engine_id, config.role)
     if theirs != ours:
@@ -153,7 +155,9 @@ def checked_retentions(
             other tokens than its group, or ranks share the tokens of a group that keeps only some.
     """
     groups = engine.ranks[0].groups
-    kept = tuple(retentions or [KeepsAll(group.row_tokens) for group in groups])
+    kept = tuple(
+        [KeepsAll(group.row_tokens) for group in groups] if retentions is None else retentions
+    )
     if len(kept) != engine.num_groups:
         raise GeometryError(
             "give one retention per cache group", retentions=len(kept), groups=engine.num_groups
@@ -180,6 +184,13 @@ def checked_tables(engine: EngineGeometry, tables: Sequence[int] | None) -> tupl
 
 
 def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:
+    if not isinstance(retention, Retention):
+        raise GeometryError(
+            "a retention must be one of kvconnector.planning: KeepsAll, KeepsWindow, KeepsChunk, KeepsState,"
+            " KeepsEncoder",
+            group=index,
+            got=retention,
+        )
     if isinstance(retention, KeepsState) and group.block_size != 1:
         raise GeometryError(
             "a group of states needs block_size 1, since a block holds one state",

@@ -246,7 +246,10 @@ class Offers:
         )
         if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
             raise LocalError(
-                f"an offer's extra must have at most {MAX_EXTRA_BYTES} bytes", request=request_id
+                f"an offer's extra must be bytes, at most {MAX_EXTRA_BYTES}",
+                request=request_id,
+                got=type(extra).__name__,
+                length=len(extra) if isinstance(extra, bytes | str) else None,
             )
         if type(lease_duration_s) not in (int, float) or not 0 <= lease_duration_s <= 1e6:
             raise LocalError(

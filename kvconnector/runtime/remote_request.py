@@ -142,6 +142,8 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         """
         if not cache_block_tokens:
             return order
+        for count in cache_block_tokens:
+            require_counts(BlockIdError, cache_block_tokens=count)
         if len(cache_block_tokens) != len(groups) or min(cache_block_tokens) < 1:
             raise BlockIdError(
                 "the blocks of a prefix cache need at least one token in each cache group",

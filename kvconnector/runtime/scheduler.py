@@ -17,6 +17,7 @@ from kvconnector.errors import (
     ProducerNotAllowedError,
     RemoteProtocolError,
     UnknownRequestError,
+    require_counts,
 )
 from kvconnector.planning import Retention
 from kvconnector.runtime.channels import open_directory_control
@@ -30,6 +31,7 @@ from kvconnector.runtime.engine import (
 )
 from kvconnector.runtime.failures import FailureLog
 from kvconnector.runtime.offers import Offers
+from kvconnector.runtime.own_process import OwnProcess
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
 from kvconnector.runtime.remote_request import RemoteRequest
 from kvconnector.session import WorkerOutput
@@ -84,6 +86,7 @@ class Scheduler:
         self._requests: dict[str, RemoteRequest] = {}
         self._failures = FailureLog(config.engine_id)
         self._is_closed = False
+        self._process = OwnProcess("scheduler")
         self._service: DirectoryService | None = None
         if config.role != "consumer":
             directory = directory_of(self._engine, workers, stream=config.stream)
@@ -136,6 +139,7 @@ class Scheduler:
             BlockIdError: the number of cache groups is wrong, no pool has a block id, a block is named twice in a
                 group, there are too few blocks, or a count is not an integer from 0 to 2^31 - 1.
         """
+        self._process.check()
         if self._service is None:
             raise LocalError(
                 "an engine with the role consumer cannot offer requests", request=request_id
@@ -266,6 +270,13 @@ class Scheduler:
 
     def _wanted(self, request_id: str, params: Mapping[str, Any]) -> TransferParams | None:
         """Return the producer's offer that a request is to load, if any. Errors are those of `on_new_request`."""
+        asked = params.get("do_remote_prefill")
+        if asked is not None and not isinstance(asked, bool):
+            raise RemoteProtocolError(
+                "do_remote_prefill of kv_transfer_params must be true or false",
+                request=request_id,
+                do_remote_prefill=asked,
+            )
         if not wants_remote_prefill(params):
             return None
         if self._config.role == "producer":
@@ -309,7 +320,13 @@ class Scheduler:
 
         Returns:
             The number of tokens to load beyond those cached, and True if it is not 0: the load is asynchronous.
+
+        Raises:
+            LocalError: a count is not an integer from 0 to 2^31 - 1.
         """
+        require_counts(
+            LocalError, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=num_computed_tokens
+        )
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
             return 0, False
@@ -431,8 +448,13 @@ class Scheduler:
         self.withdraw(request_id)
 
     def build_step(self) -> StepMetadata:
-        """Return the orders since the last call, for every worker."""
+        """Return the orders since the last call, for every worker.
+
+        Raises:
+            LocalError: the scheduler belongs to another process, which has forked this one.
+        """
         orders, self._orders = tuple(self._orders), []
+        self._process.check()
         # a worker may miss a step: the engine's geometry is sent again until a worker's output shows that it has it
         announces = self._announced == "no" or (self._announced == "sent" and bool(orders))
         if announces:
@@ -474,7 +496,12 @@ class Scheduler:
                 del self._requests[request_id]
 
     def close(self) -> None:
-        """Stop the directory service: new consumers no longer find this engine, and `offer` raises. Idempotent."""
+        """Stop the directory service: new consumers no longer find this engine, and `offer` raises. Idempotent.
+
+        Raises:
+            LocalError: the scheduler belongs to another process, which alone can close it.
+        """
+        self._process.check()
         self._is_closed = True
         if self._service is not None:
             self._service.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvconnector.datapath.pools import CacheGroup
-from kvconnector.errors import GeometryError, require_at_least
+from kvconnector.errors import GeometryError, require_counts
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
 from kvconnector.topology.geometry import ELEMENTS, ROUNDINGS
@@ -107,7 +108,13 @@ def cache_group(
             names differ, heads are beyond `total_heads`, the rule is unknown, or a layer, a part or a head has no
             scale.
     """
-    require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
+    require_counts(
+        GeometryError, total_heads=total_heads, head_start=head_start, row_tokens=row_tokens
+    )
+    if not isinstance(context_parallel, ContextParallel):
+        raise GeometryError(
+            "context_parallel must be a ContextParallel", got=type(context_parallel).__name__
+        )
     if rounding not in ROUNDINGS:
         raise GeometryError("unknown rounding rule for fp8", rounding=rounding, known=ROUNDINGS)
     for layer, tensors in caches.items():
@@ -123,6 +130,10 @@ def cache_group(
             found=shown,
         )
     tensors = caches[layers[0]]
+    if isinstance(part_names, str) or not all(
+        isinstance(name, str) and name for name in part_names
+    ):
+        raise GeometryError("part_names must be a list of names", part_names=part_names)
     names = tuple(part_names) or PART_NAMES.get(len(tensors), ())
     if not tensors or len(names) != len(tensors):
         raise GeometryError(
@@ -134,6 +145,7 @@ def cache_group(
         raise GeometryError(
             "scales must be given for each layer", layers=layers, scaled=sorted(scales)
         )
+    stated = _checked_scales(scales or {})
     views = {layer: tuple(view_of(tensor) for tensor in caches[layer]) for layer in layers}
     parts = tuple(
         PartGeometry(
@@ -156,10 +168,7 @@ def cache_group(
         dcp_rank=context_parallel.rank,
         interleave_tokens=context_parallel.interleave_tokens,
         row_tokens=row_tokens,
-        scales=tuple(
-            tuple(tuple(map(float, part)) for part in found)
-            for _, found in sorted((scales or {}).items())
-        ),
+        scales=stated,
     )
     return CacheGroup(
         geometry=geometry,
@@ -170,6 +179,23 @@ def cache_group(
     )
 
 
+def _checked_scales(
+    scales: Mapping[int, Sequence[Sequence[float]]],
+) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Return the scales of each layer's parts, layer by layer. Raises GeometryError: they are not numbers above 0."""
+    try:
+        found = tuple(
+            tuple(tuple(map(float, part)) for part in parts) for _, parts in sorted(scales.items())
+        )
+    except (TypeError, ValueError) as error:
+        raise GeometryError(
+            "scales must be numbers, scales[layer][part]: one, or one for each head", scales=scales
+        ) from error
+    if not all(0.0 < each < math.inf for layer in found for part in layer for each in part):
+        raise GeometryError("scales must be above 0 and finite", scales=scales)
+    return found
+
+
 def _element(tensor: torch.Tensor) -> str:
     """Return a tensor's type as `PartGeometry.element`; "" if it cannot be converted."""
     name = str(tensor.dtype).removeprefix("torch.")
@@ -177,7 +203,7 @@ def _element(tensor: torch.Tensor) -> str:
 
 
 def _check_layer(layer: object, tensors: object) -> None:
-    if not isinstance(layer, int):
+    if not isinstance(layer, int) or isinstance(layer, bool):
         raise GeometryError("layers must be numbered from 0, and alike in all engines", layer=layer)
     if not isinstance(tensors, list | tuple):
         raise GeometryError(
@@ -197,6 +223,13 @@ def _check_tensor(tensor: object, **context: object) -> None:
             "a cache must be a torch tensor: torch.from_numpy makes one from an array, without a copy",
             **context,
             got=type(tensor).__name__,
+        )
+    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise GeometryError(
+            "a cache must be a dense tensor on a CPU or a CUDA GPU",
+            **context,
+            layout=str(tensor.layout),
+            device=str(tensor.device),
         )
 
 

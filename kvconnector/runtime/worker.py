@@ -19,11 +19,14 @@ from kvconnector.errors import (
     KVConnectorError,
     LocalError,
     MemoryInUseError,
+    require_counts,
+    require_seconds,
 )
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import checked_orders, orders_with_blocks
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.own_process import OwnProcess
 from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.runtime.tensors import cache_groups
 from kvconnector.session import WorkerOutput
@@ -75,13 +78,15 @@ class Worker:
     ) -> None:
         self._config = checked_config(config)
         self._rank = _rank_of(rank)
-        if not isinstance(model, str | ModelDescription):
+        # an empty name would agree with every model's
+        if not isinstance(model, str | ModelDescription) or model == "":
             raise ConfigError("model must be a name or a ModelDescription", model=model)
         self._model = model
         self._incarnation = new_incarnation()
         self._outbox = Outbox()
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
+        self._process = OwnProcess("worker")
         self._was_registered = False
         self._num_optional = 0
         self._finalizer: weakref.finalize[..., Worker] | None = None
@@ -140,7 +145,8 @@ class Worker:
         if self._was_registered:
             raise LocalError("the caches can be registered only once", rank=str(self._rank))
         groups = cache_groups(caches, total_heads=total_heads, head_start=head_start)
-        if not 0 <= num_optional <= len(groups):
+        require_counts(GeometryError, num_optional=num_optional)
+        if num_optional > len(groups):
             raise GeometryError(
                 "a worker cannot have more optional cache groups than cache groups",
                 num_optional=num_optional,
@@ -157,6 +163,7 @@ class Worker:
         self._outbox = Outbox(self._config.spin_s(pools.device))
         self._thread = DriverThread(self._config, pools, self._outbox, self._rank, memory)
         self._was_registered = True
+        self._process = OwnProcess("worker")
         self._finalizer = weakref.finalize(self, self._thread.abandon)
         self._finalizer.atexit = (
             False  # at exit `driver_thread` closes the workers that are left, and waits for them
@@ -261,11 +268,13 @@ class Worker:
             timeout_s: The longest time to wait, in seconds.
 
         Raises:
-            LocalError: no caches are registered.
+            LocalError: no caches are registered, `timeout_s` is not a finite number, or the worker belongs to another
+                process.
             MemoryInUseError: a transfer did not end in time, or a consumer has not unmapped the caches: they must keep
                 their memory.
         """
         thread = self._registered()
+        require_seconds(timeout_s=timeout_s)
         self._is_quiet = True
         self._layers = None  # no lease has the layers that the step still writes
         if orders := self._outbox.give_up():
@@ -282,6 +291,7 @@ class Worker:
         """Accept orders again after `quiesce`, once the caches have memory again. Call this also when the caches got
         more memory at the ends of their ranges, so that consumers on this host can read it directly. Idempotent.
         """
+        self._check_process()
         self._is_quiet = False
         if self._thread is not None:
             self._thread.renew_pools()
@@ -304,6 +314,7 @@ class Worker:
         """
         if self._layers is None:
             return
+        self._check_process()
         try:
             orders = self._layers.written(layer)
         except Exception as error:
@@ -316,7 +327,11 @@ class Worker:
     def poll(self) -> WorkerOutput:
         """Return what has finished since the last call. Never blocks. If nothing has, and the driver's thread has work
         but is waiting for the GIL, the calling thread does that work.
+
+        Raises:
+            LocalError: the worker belongs to another process, which has forked this one.
         """
+        self._check_process()
         if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()
         output = self._outbox.take()
@@ -335,7 +350,12 @@ class Worker:
 
         Returns:
             True if there is something, False if `timeout_s` has passed.
+
+        Raises:
+            LocalError: `timeout_s` is not a finite number, or the worker belongs to another process.
         """
+        require_seconds(timeout_s=timeout_s)
+        self._check_process()
         if self._thread is None:
             return self._outbox.wait(timeout_s)
         return self._thread.wait(timeout_s)
@@ -347,7 +367,9 @@ class Worker:
         Raises:
             MemoryInUseError: copies may still read or write the caches, or consumers still map them; the text says
                 which. Keep the caches' memory. You may call `close` again.
+            LocalError: the worker belongs to another process, which alone can close it.
         """
+        self._check_process()
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -377,7 +399,13 @@ class Worker:
                 taken.append(order)
         return tuple(taken)
 
+    def _check_process(self) -> None:
+        """Raise LocalError in a forked child, which lacks what `register` has made."""
+        if self._thread is not None:
+            self._process.check()
+
     def _registered(self) -> DriverThread:
+        self._check_process()
         if self._thread is None:
             raise LocalError(
                 "call register before this, and do not call it after close", rank=str(self._rank)
@@ -400,7 +428,7 @@ class Worker:
 def _rank_of(rank: object) -> Rank:
     pair = rank if isinstance(rank, tuple | list) else ()
     is_rank = len(pair) == len(Rank._fields) and all(
-        isinstance(each, int) and each >= 0 for each in pair
+        isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in pair
     )
     if not is_rank:
         raise ConfigError("a worker's rank must be (pp_rank, tp_rank), such as (0, 0)", rank=rank)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta, structs
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import LocalError, require_counts
 
 MAX_INCOMPLETE_EVENTS = 1 << 16
 """The most cache events that only some workers have reported; beyond it the oldest are forgotten."""
@@ -244,12 +244,13 @@ class KVOutputAggregator:
     """
 
     def __init__(self, expected_finished_count: int) -> None:
+        require_counts(LocalError, expected_finished_count=expected_finished_count)
         if expected_finished_count < 1:
             raise LocalError(
                 "at least one worker must report a request",
                 expected_finished_count=expected_finished_count,
             )
-        self._expected = expected_finished_count
+        self._expected = self._least = expected_finished_count
         self._sending, self._recving, self._events = _Reports(), _Reports(), _Events()
         self._pending = WorkerOutput()
 
@@ -280,9 +281,24 @@ class KVOutputAggregator:
             are then kept for the next one.
 
         Raises:
-            LocalError: `output_rank` is not among the workers, or an output expects a negative count. Then no output
-                of the step counts.
+            LocalError: there are fewer outputs than the workers that report each request, one is none, `output_rank`
+                is not among them, or an output expects a negative count. Then no output of the step counts.
         """
+        if not isinstance(outputs, Sequence) or not all(
+            output is None or isinstance(output, WorkerOutput) for output in outputs
+        ):
+            kinds = outputs if isinstance(outputs, list | tuple) else [outputs]
+            raise LocalError(
+                "aggregate needs a list with the output of each worker, or None where it has none",
+                got=sorted({type(each).__name__ for each in kinds}),
+            )
+        if len(outputs) < self._least:
+            raise LocalError(
+                "aggregate needs the output of every worker, or None where it has none: requests that fewer report"
+                " never end",
+                outputs=len(outputs),
+                workers=self._least,
+            )
         if not 0 <= output_rank < len(outputs):
             raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
         present = [(worker, output) for worker, output in enumerate(outputs) if output is not None]

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
+from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError, require_counts
 from kvconnector.ids import Rank
 from kvconnector.layout import common_stripes
 from kvconnector.topology.conversion import (
@@ -94,7 +94,9 @@ class TpKVTopology:
         Raises:
             GeometryError: there are no heads, the rank is outside the engine, or `dcp_size` does not divide `tp_size`.
         """
-        if not (0 <= tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
+        sizes = {"tp_rank": tp_rank, "tp_size": tp_size, "dcp_size": dcp_size}
+        require_counts(GeometryError, total_heads=total_heads, **sizes)
+        if not (tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
             raise GeometryError(
                 "a rank needs 0 <= tp_rank < tp_size, a dcp_size that divides tp_size, and at least one head",
                 total_heads=total_heads,
@@ -126,6 +128,10 @@ class TpKVTopology:
             GeometryError: a stage has no layers, the sizes do not add up, or there is no such stage.
         """
         sizes = list(layers_per_stage or ())
+        stages = {f"layers_per_stage[{stage}]": size for stage, size in enumerate(sizes)}
+        require_counts(
+            GeometryError, num_layers=num_layers, pp_rank=pp_rank, pp_size=pp_size, **stages
+        )
         if pp_size > 0 and not sizes:
             short, longer = divmod(num_layers, pp_size)
             sizes = [short + (stage < longer) for stage in range(pp_size)]

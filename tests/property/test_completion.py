@@ -133,7 +133,7 @@ class Model:
 
 @given(expected=st.integers(1, MAX_WORKERS), data=st.data())
 def test_the_aggregator_equals_its_model(expected, data):
-    workers = data.draw(st.integers(1, MAX_WORKERS))
+    workers = data.draw(st.integers(expected, MAX_WORKERS))
     aggregator, model = KVOutputAggregator(expected), Model(expected, workers)
     for _ in range(data.draw(st.integers(1, 8))):
         step = [data.draw(st.none() | outputs) for _ in range(workers)]

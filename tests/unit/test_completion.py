@@ -78,6 +78,13 @@ def test_impossible_worker_counts_are_refused():
     assert aggregator.aggregate((NOTHING, output("r"))) == NOTHING  # none of it was counted
     with pytest.raises(LocalError, match="at least one"):
         KVOutputAggregator(0)
+    with pytest.raises(LocalError, match="expected_finished_count must be an integer"):
+        KVOutputAggregator("2")
+    with pytest.raises(LocalError, match=r"the output of every worker.*outputs=1, workers=2"):
+        aggregator.aggregate([output("r")])
+    for outputs, got in ((None, "NoneType"), (output("r"), "WorkerOutput"), (["x", None], "str")):
+        with pytest.raises(LocalError, match=f"the output of each worker.*{got}"):
+            aggregator.aggregate(outputs)
     aggregator = KVOutputAggregator(1)
     with pytest.raises(LocalError, match="no such worker"):
         aggregator.aggregate([output("r")], output_rank=1)

@@ -47,6 +47,8 @@ REFUSED = [
         (lambda wrong=wrong: heads(*wrong), "tp_rank")
         for wrong in ((0, 0, 1), (4, 0, 0), (4, 2, 2), (4, -1, 2), (4, 0, 4, 3), (4, 0, 4, 0))
     ),
+    *((lambda wrong=wrong: heads(*wrong), "an integer") for wrong in (("4", 0, 1), (4.0, 0, 1))),
+    *((lambda wrong=wrong: layers(*wrong), "an integer") for wrong in (("4", 1), (4, 1, ["4"]))),
     *(
         (lambda wrong=wrong: layers(*wrong), "stage")
         for wrong in (

@@ -6,6 +6,7 @@ from msgspec import structs
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
     BlockIdError,
+    ConfigError,
     GeometryError,
     IncompatiblePeerError,
     LocalError,
@@ -153,6 +154,31 @@ def test_loads_with_windows_say_so():
         _start(scheduler)
         (load,) = _orders(scheduler.build_step(), LoadRequest)
         assert load.keeps_all is keeps_all
+
+
+@pytest.mark.parametrize("workers", [None, metadata_of()[0], iter(metadata_of()), "workers"])
+def test_a_scheduler_takes_a_list_of_handshakes(workers):
+    with pytest.raises(ConfigError, match=r"the list of what each worker's handshake\(\) returned"):
+        Scheduler(CONFIG, workers)
+
+
+@pytest.mark.parametrize("counts", [(-5, 0), (33, -4), ("33", 0), (33, None), (3.5, 0)])
+def test_a_prompt_of_a_negative_length_is_refused(scheduler, counts):
+    scheduler.on_new_request("w", PARAMS)
+    with pytest.raises(LocalError, match=r"num_\w+_tokens must be an integer from 0"):
+        scheduler.matched_tokens("w", *counts)
+
+
+@pytest.mark.parametrize("wanted", ["true", "yes", 1, 0])
+def test_a_wish_that_is_neither_true_nor_false_is_not_taken_for_none(scheduler, wanted):
+    with pytest.raises(RemoteProtocolError, match=f"must be true or false.*={wanted!r}"):
+        scheduler.on_new_request("w", {**PARAMS, "do_remote_prefill": wanted})
+
+
+@pytest.mark.parametrize("extra, length", [("text", "4"), (b"x" * 257, "257"), (5, "None")])
+def test_an_offer_s_extra_is_a_few_bytes(producer, extra, length):
+    with pytest.raises(LocalError, match=f"must be bytes, at most 256 .*length={length}"):
+        producer.offer("r", blocks=[[1]], num_tokens=1, extra=extra)
 
 
 def test_mistakes_are_refused_before_anything_changes(scheduler):
@@ -409,6 +435,8 @@ def test_retentions_fit_the_groups():
     for retentions, text in (
         ([KeepsAll(), KeepsWindow(4)], "one retention per cache group"),
         ([KeepsState()], "a block holds one state"),
+        ([], "one retention per cache group"),
+        (["window"], "a retention must be one of"),
     ):
         with pytest.raises(GeometryError, match=text):
             Scheduler(CONFIG, metadata_of(), retentions=retentions)
@@ -579,9 +607,9 @@ def test_a_window_s_first_block_is_loaded_whole_if_the_producer_is_known_to_have
     assert load.token_ranges == ((0, 40), (first, 40), (32, 40), (39, 40))
 
 
-@pytest.mark.parametrize("wrong", [[4] * 3, [4, 4, 0, 4]])
+@pytest.mark.parametrize("wrong", [[4] * 3, [4, 4, 0, 4], [4, 4, -4, 4], [4, 4, "4", 4], "4444"])
 def test_a_prefix_cache_has_blocks_of_tokens_in_each_group(wrong):
-    with pytest.raises(BlockIdError, match="prefix cache"):
+    with pytest.raises(BlockIdError, match=r"prefix cache|cache_block_tokens must be an integer"):
         _load(hybrid(), 0, cache_block_tokens=wrong)
 
 

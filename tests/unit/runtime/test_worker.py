@@ -16,7 +16,7 @@ from msgspec import structs
 import kvconnector as kvc
 from kvconnector.datapath.pump import opening
 from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.errors import ConfigError, LocalError, WorkerStuckError
+from kvconnector.errors import ConfigError, GeometryError, LocalError, WorkerStuckError
 from kvconnector.runtime import driver_thread
 from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session import WorkerOutput
@@ -50,6 +50,37 @@ scheduler = kvc.Scheduler(config, [worker.handshake()])
 DRIVES = (
     'scheduler.offer("r", blocks=[[1]], num_tokens=3)\nworker.start_step(scheduler.build_step())\n'
 )
+CHILD = """
+calls = {
+    "poll": worker.poll, "wait": lambda: worker.wait(0.1), "handshake": worker.handshake,
+    "start_step": lambda: worker.start_step(kvc.StepMetadata()), "resume": worker.resume,
+    "quiesce": lambda: worker.quiesce(0.1), "close": worker.close,
+    "offer": lambda: scheduler.offer("s", blocks=[[2]], num_tokens=3),
+    "build_step": scheduler.build_step, "close scheduler": scheduler.close,
+    "with": lambda: worker.__exit__(),
+}
+if os.fork() == 0:
+    for name, call in calls.items():
+        try:
+            print(name, call(), file=sys.stderr)
+        except kvc.errors.LocalError as error:
+            print(name, error, file=sys.stderr)
+    own = kvc.Worker(config, rank=(0, 0), model="m")
+    own.register({0: (torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8))})
+    own.close()
+    print("made its own", file=sys.stderr, flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+scheduler.offer("t", blocks=[[3]], num_tokens=3)
+worker.start_step(scheduler.build_step())
+scheduler.withdraw("t")
+worker.start_step(scheduler.build_step())
+while "t" not in worker.poll().finished_sending:
+    worker.wait(0.1)
+worker.close()
+scheduler.close()
+"""
+"""Continues `LEFT` and `DRIVES`, with a child of its own."""
 COLLECTED = "del worker, scheduler\ngc.collect()\n"
 
 
@@ -279,6 +310,47 @@ def test_processes_without_close_end(tmp_path):
     logs = [(tmp_path / f"{number}").read_text() for number in range(len(programs))]
     warns = ["ResourceWarning: a kvconnector worker" in log for log in logs]
     assert warns == [False, True, False, True]
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_a_forked_child_can_use_neither_half_and_harms_neither(tmp_path):
+    """Threads, sockets and shared memory are the parent's: a child that closed its worker waited for ever, and took the
+    parent with it.
+    """
+    command = [sys.executable, "-c", FORKS, LEFT + DRIVES + CHILD]
+    subprocess.run(command, timeout=DEADLINE_S, check=True, cwd=tmp_path)
+    found = (tmp_path / "0").read_text().splitlines()
+    assert [line for line in found if "the process that made it" not in line] == ["made its own"]
+    assert len(found) == 12
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("seconds", [None, "1", float("nan"), float("inf"), True])
+def test_a_wait_is_a_finite_number_of_seconds(seconds):
+    with _worker() as worker:
+        worker.register(_caches())
+        for call in (worker.wait, worker.quiesce):
+            with pytest.raises(LocalError, match="timeout_s must be a finite number of seconds"):
+                call(seconds)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("number", ["1", -1, 1.5, None])
+def test_a_number_of_optional_groups_is_a_count(number):
+    with pytest.raises(GeometryError, match="num_optional must be an integer"):
+        _worker().register(_caches(), num_optional=number)
+
+
+@pytest.mark.parametrize("rank", [(True, 0), (0.5, 0), (0, "0")])
+def test_a_rank_is_two_numbers(rank):
+    with pytest.raises(ConfigError, match="a worker's rank must be"):
+        kvc.Worker(CONFIG, rank=rank, model="m")
+
+
+def test_a_model_has_a_name():
+    with pytest.raises(ConfigError, match="model must be a name"):
+        kvc.Worker(CONFIG, rank=(0, 0), model="")
 
 
 @pytest.mark.ucx
