@@ -112,12 +112,14 @@ class Peer(Tracked[PeerState]):
 class EarlyEvents:
     """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES` of each peer,
     and `MAX_ALL_EARLY_BYTES` of all. `Peer.early` has them by name. The `agenda` has the deadline of each, and this
-    object itself while events of lost peers are left.
+    object itself while there is more to `go_on` with.
     """
 
     def __init__(self, agenda: Agenda[Any]) -> None:
         self._by_transfer: dict[str, dict[EarlyEvent, Peer]] = {}
         self._lost: deque[Peer] = deque()
+        self._granted: dict[str, int] = {}
+        """How many events are left of transfers whose leases have come."""
         self._shares: Shares[Peer] = Shares(MAX_ALL_EARLY_BYTES)
         self._agenda = agenda
 
@@ -149,8 +151,21 @@ class EarlyEvents:
         self._shares.add(peer.link.origin, peer, nbytes)
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
-        """Remove and return the events of a transfer whose lease has come."""
-        events = [*self._by_transfer.get(transfer_id, ())]
+        """Remove and return the first events of a transfer whose lease has come, at most `MAX_AT_ONCE`. `go_on` returns
+        the others.
+        """
+        if same := self._by_transfer.get(transfer_id):
+            self._granted[transfer_id] = len(same)
+        return self._taken(transfer_id)
+
+    def _taken(self, transfer_id: str) -> list[EarlyEvent]:
+        same = self._by_transfer.get(transfer_id, {})
+        # only as many as there were: one that is kept again is not returned again
+        left = self._granted.pop(transfer_id, 0)
+        events = [*islice(same, min(left, MAX_AT_ONCE))]
+        if events and left > len(events):
+            self._granted[transfer_id] = left - len(events)
+            self._agenda.plan(self, AT_ONCE)
         return [event for event in events if not self.remove(event).is_lost]
 
     def remove(self, event: EarlyEvent) -> Peer:
@@ -165,21 +180,25 @@ class EarlyEvents:
         return peer
 
     def drop(self, peer: Peer) -> None:
-        """Leave the events of a lost peer to `remove_lost`. `take` does not return them any more."""
+        """Leave the events of a lost peer to `go_on`. `take` does not return them any more."""
         if peer.early:
             self._lost.append(peer)
             self._agenda.plan(self, AT_ONCE)
 
-    def remove_lost(self) -> None:
-        """Remove at most `MAX_AT_ONCE` events of a lost peer."""
-        peer = self._lost[0]
-        self._agenda.plan(self, AT_ONCE)
-        for event in [*islice(peer.early.values(), MAX_AT_ONCE)]:
-            self.remove(event)
-        if not peer.early:
-            self._lost.popleft()
-        if not self._lost:
-            self._agenda.forget(self)
+    def go_on(self) -> list[EarlyEvent]:
+        """Remove at most `MAX_AT_ONCE` events of a lost peer, and as many of a transfer whose lease has come. Returns
+        the latter.
+        """
+        if self._lost:
+            peer = self._lost[0]
+            for event in [*islice(peer.early.values(), MAX_AT_ONCE)]:
+                self.remove(event)
+            if not peer.early:
+                self._lost.popleft()
+        taken = self._taken(next(iter(self._granted))) if self._granted else []
+        if self._lost or self._granted:
+            self._agenda.plan(self, AT_ONCE)
+        return taken
 
 
 def name_of(event: EarlyEvent) -> int | m.TransferKey:

@@ -45,6 +45,10 @@ from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
+MAX_READS_OF_PEER = 1024
+"""The most packed reads of one consumer worker at a time. Each has a staging slot there, of which there are 16, and is
+work in every pass of the loop here.
+"""
 MAX_REMEMBERED_LEASES = 4096
 MAX_REMEMBERED_PROMPTS = 1 << 17
 """Prompts whose leases ended before they were complete are remembered, as the engine computes them and offers their
@@ -197,7 +201,10 @@ class ProducerSession:
             self._end(lease, _ABORTED, event.error or _moved_error())
         else:
             self._grow(lease, event, now)
-        for early in self._early.take(event.transfer_id):
+        self._handle_early(self._early.take(event.transfer_id), now)
+
+    def _handle_early(self, events: Iterable[EarlyEvent], now: float) -> None:
+        for early in events:
             guarded(partial(self._contain, early, now), self._handle, early, now)
 
     def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> None:
@@ -288,6 +295,9 @@ class ProducerSession:
         elif not lease.opens_with(read.secret):
             self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
         elif read.read_id not in peer.sends:  # otherwise a duplicate
+            if len(peer.sends) >= MAX_READS_OF_PEER:
+                self._refuse(event, Refusal.INTERNAL, "too many reads at a time")
+                return
             lease.accept(event, now)
             if lease.state is LeaseState.DRAINING:
                 self._refuse(event, *lease.refusal())
@@ -428,7 +438,7 @@ class ProducerSession:
             if isinstance(thing, Peer):
                 self._peers.tick(thing, event, now)
             elif isinstance(thing, EarlyEvents):
-                thing.remove_lost()
+                self._handle_early(thing.go_on(), now)
             elif isinstance(thing, FromPeer):
                 guarded(partial(self._contain, thing, now), self._early_due, thing)
             else:

@@ -94,6 +94,37 @@ def test_a_follow_does_not_wait_for_other_heartbeats(side):
     assert heartbeat.transfers == ()
 
 
+def test_messages_that_came_before_their_lease_are_handled_in_batches():
+    """However many they are: a peer may follow one name with any number of secrets."""
+    side = harness.producer()
+    harness.welcome(side)
+    for number in range(MANY):
+        other = m.TransferKey(transfer_id="t", secret=f"{number:032}")
+        side.handle(harness.follow(-1, other))
+    side.receive(-1, harness.read())
+    calls = side.handle(harness.hold())
+    assert 0 < len(harness.messages(calls, m.Progress)) <= MAX_AT_ONCE
+    while side.session.next_deadline() <= side.now:
+        batch = side.tick()
+        assert len(harness.messages(batch, m.Progress)) <= MAX_AT_ONCE
+        calls += batch
+    assert len(harness.messages(calls, m.Progress)) == MANY
+    assert len(harness.of(calls, "start_send")) == 1
+
+
+def test_reads_that_wait_until_their_prompt_is_complete_are_looked_at_once_for_each_step():
+    side = harness.producer()
+    harness.welcome(side)
+    for number in range(3 * MAX_AT_ONCE):
+        side.receive(-1, harness.read(number))
+    for num_tokens in (4, 8):
+        grown = GrowRequest("r", "t", harness.SECRET, harness.BLOCKS, Watermark(num_tokens))
+        assert not side.handle(grown)
+        assert not side.settle()
+    calls = side.handle(harness.hold()) + side.settle()
+    assert len(harness.of(calls, "start_send")) == 3 * MAX_AT_ONCE
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_lost_engine_fails_its_loads_in_batches(side, is_early):
     link = harness.resolve(side)[0].link if is_early else harness.connect(side)[0]

@@ -207,9 +207,24 @@ def test_many_connections_of_one_stranger_leave_room_for_early_messages_of_a_pee
     assert {each.link for each in refused} <= {*strangers}
     assert len(refused) == 3 * len(strangers) + 15 - 40
     for key in keys:
-        calls = side.handle(harness.hold(key.transfer_id, key.transfer_id))
+        calls = side.handle(harness.hold(key.transfer_id, key.transfer_id)) + side.settle()
         assert -1 in [each.link for each in harness.of(calls, "send")]
     assert side.session._early._shares.used_bytes == 0
+
+
+def test_a_peer_that_asks_for_more_reads_than_it_can_have_slots_is_refused():
+    """Each read is work in every pass of the loop, for all peers."""
+    side = harness.producer()
+    harness.welcome(side)
+    harness.welcome(side, -2)
+    side.handle(harness.hold())
+    for number in range(producer.MAX_READS_OF_PEER):
+        assert harness.of(side.receive(-1, harness.read(number)), "start_send")
+    (last,) = [each.send for each in harness.of(side.receive(-2, harness.read()), "start_send")]
+    refused = harness.refusals(side.receive(-1, harness.read(producer.MAX_READS_OF_PEER)))
+    assert refused == [Refusal.INTERNAL]
+    side.handle(ev.SendOver(next(iter(last.lease.sends))))
+    assert harness.of(side.receive(-1, harness.read(producer.MAX_READS_OF_PEER)), "start_send")
 
 
 def _is_refusal(message):
