@@ -42,6 +42,8 @@ def naive_plan(
                         if not _is_held(group, layer, part_index, head, token):
                             continue
                         replicas = _holders(producer, group_index, layer, (part_index, head, token))
+                        if not replicas and layer in group.optional_layers:
+                            continue
                         if not replicas:
                             raise GeometryError("no producer rank holds this head", head=head)
                         source = _choice(

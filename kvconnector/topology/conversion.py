@@ -23,6 +23,7 @@ from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
     PartGeometry,
+    lone_layers,
     scales_of,
 )
 from kvconnector.topology.segments import Segment
@@ -97,7 +98,8 @@ def numbers_differ(ours: EngineGeometry, theirs: EngineGeometry, index: int) -> 
     """Return True if a cache group's elements differ in size, type or scale between two engines. A value that one
     engine does not state counts as equal.
     """
-    stated = [scales_of(engine, index) for engine in (ours, theirs)]
+    lone = lone_layers(ours, theirs, index)
+    stated = [scales_of(engine, index, lone) for engine in (ours, theirs)]
     return (all(stated) and stated[0] != stated[1]) or any(
         mine.item_size_bytes != other.item_size_bytes
         or (mine.element and other.element and mine.element != other.element)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Annotated, NoReturn, TypeAlias
 
@@ -129,8 +129,11 @@ class GroupGeometry(
     stands for a block on each of them. `scales[layer][part]`, if stated, are the factors by which a quantised cache's
     numbers are multiplied: one, or one for each head that this rank holds.
 
+    Another engine may lack `optional_layers`, such as those of a draft model, and then nothing of them is loaded.
+
     Raises GeometryError: layers do not ascend, there is no part, two parts have one name, a size or the rank is out of
-    range, `interleave_tokens` does not divide the block size, or a layer, a part or a head has no scale.
+    range, `interleave_tokens` does not divide the block size, a layer, a part or a head has no scale, or an optional
+    layer is not among the layers.
     """
 
     block_size: int
@@ -141,6 +144,7 @@ class GroupGeometry(
     interleave_tokens: int = 1
     scales: tuple[tuple[tuple[float, ...], ...], ...] = ()
     row_tokens: int = 1
+    optional_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -149,10 +153,7 @@ class GroupGeometry(
             raise GeometryError("row_tokens is out of range", row_tokens=self.row_tokens)
         if self.context_parallel.world_size > 1 and self.block_size % self.interleave_tokens:
             raise GeometryError("the interleave does not divide the block", group=self)
-        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
-            raise GeometryError("layers must ascend strictly", layers=self.layers)
-        if self.layers and not 0 <= self.layers[0] <= self.layers[-1] < MAX_LAYERS:
-            raise GeometryError("layer indices are out of range", layers=self.layers)
+        self._check_layers()
         names = [part.name for part in self.parts]
         if not names or len(set(names)) != len(names):
             raise GeometryError("a group needs parts with distinct names", parts=names)
@@ -170,6 +171,15 @@ class GroupGeometry(
         ):
             text = "scales are stated for each layer and part, one or one for each head"
             raise GeometryError(text, layers=self.layers, parts=names)
+
+    def _check_layers(self) -> None:
+        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
+            raise GeometryError("layers must ascend strictly", layers=self.layers)
+        if self.layers and not 0 <= self.layers[0] <= self.layers[-1] < MAX_LAYERS:
+            raise GeometryError("layer indices are out of range", layers=self.layers)
+        if not {*self.layers}.issuperset(self.optional_layers):
+            text = "a group's optional layers are some of its layers"
+            raise GeometryError(text, layers=self.layers, optional_layers=self.optional_layers)
 
     def _parts_by_key(self) -> dict[tuple[int, int, int], list[int]]:
         by_key: dict[tuple[int, int, int], list[int]] = {}
@@ -386,31 +396,52 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.ranks[pp_rank * self.tp_size : (pp_rank + 1) * self.tp_size]
 
 
-def agreed_values(engine: EngineGeometry, num_groups: int) -> dict[str, object]:
+def agreed_values(
+    engine: EngineGeometry, num_groups: int, other: EngineGeometry | None = None
+) -> dict[str, object]:
     """Return all values of an engine on which it must agree with one that has its first `num_groups` cache groups, by
     name. With several groups a name ends with the group's. Scales and other values that an engine does not state are
-    left out: it may be of an earlier release.
+    left out: it may be of an earlier release. So are optional layers that only one of this engine and `other` has.
     """
     needed = max(num_groups, engine.num_required)
     values = {**engine.model.stated(), "verify": engine.verify, "cache_groups": needed}
-    # the ranks of a stage hold the same layers
-    stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
     for index, parts in enumerate(parts_of(engine.ranks[0])[:num_groups]):
         names, heads, dims, sizes = zip(*parts, strict=True)
-        layers = sorted({layer for rank in stages for layer in rank.groups[index].layers})
+        lone = lone_layers(engine, other, index) if other is not None else frozenset()
         group = {
-            "layers": _written(layers),
+            "layers": _written(sorted(layers_of_group(engine, index) - lone)),
             "parts": names,
             "kv_heads": _joined(heads),
             "head_dim": _joined(dims),
             "item_size_bytes": _joined(sizes),
             "row_tokens": engine.ranks[0].groups[index].row_tokens,
         }
-        if scales := scales_of(engine, index):
+        if scales := scales_of(engine, index, lone):
             group["scales"] = scales
         end = f"_{index}" if num_groups > 1 else ""
         values |= {name + end: value for name, value in group.items()}
     return values
+
+
+def layers_of_group(engine: EngineGeometry, index: int) -> frozenset[int]:
+    """Return the layers of a cache group in all pipeline stages, whose ranks hold the same layers."""
+    return frozenset(each for groups in _stages(engine) for each in groups[index].layers)
+
+
+def lone_layers(engine: EngineGeometry, other: EngineGeometry, index: int) -> frozenset[int]:
+    """Return the optional layers of a cache group that one of two engines has and the other lacks."""
+    stated = frozenset(
+        layer
+        for each in (engine, other)
+        for groups in _stages(each)
+        for layer in groups[index].optional_layers
+    )
+    return stated and stated & (layers_of_group(engine, index) ^ layers_of_group(other, index))
+
+
+def _stages(engine: EngineGeometry) -> list[tuple[GroupGeometry, ...]]:
+    """Return the cache groups of the first rank of each pipeline stage."""
+    return [engine.stage(pp_rank)[0].groups for pp_rank in range(engine.pp_size)]
 
 
 def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
@@ -418,15 +449,17 @@ def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 
-def scales_of(engine: EngineGeometry, index: int) -> str:
+def scales_of(engine: EngineGeometry, index: int, without: Collection[int] = frozenset()) -> str:
     """Return the scales of a group on all ranks as text, which is short and equal only if they are; "" if some rank
-    with layers of the group does not state them.
+    with layers of the group does not state them. Those of the layers `without` are left out.
     """
     found: dict[tuple[int, str], dict[int, float]] = {}
     for holding in (groups[index] for stage in engine.holdings for groups in stage):
         if holding.layers and not holding.scales:
             return ""
         for layer, scales in zip(holding.layers, holding.scales, strict=True):
+            if layer in without:
+                continue
             for part, own in zip(holding.parts, scales, strict=True):
                 heads = found.setdefault((layer, part.name), {})
                 heads.update(enumerate(own, part.head_start))

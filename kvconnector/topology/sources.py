@@ -117,8 +117,8 @@ def _by_id(
 
 
 def stage_shares(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[StageShare]:
-    """Yield what an engine has of these cache groups. It may lack the last ones, if they are optional. Raises
-    IncompatiblePeerError: it lacks a layer or a head.
+    """Yield what an engine has of these cache groups. It may lack optional layers, and the last groups, if they are
+    optional. Raises IncompatiblePeerError: it lacks a layer or a head.
     """
     for index, group in enumerate(groups[: remote.num_groups]):
         missing = set(group.layers)
@@ -127,6 +127,7 @@ def stage_shares(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Ite
             for layers in _common_runs(group.layers, theirs):
                 missing.difference_update(layers)
                 yield from _offers_of_stage(index, group, layers, remote, pp_rank)
+        missing.difference_update(group.optional_layers)
         if missing:
             raise IncompatiblePeerError(
                 "no rank of the other engine holds these layers",

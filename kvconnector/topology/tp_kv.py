@@ -154,7 +154,7 @@ class TpKVTopology:
 
     def get_target_remote_ranks(self, remote: EngineGeometry) -> tuple[Target, ...]:
         """Return the remote ranks to read from. Together they deliver everything that we hold, each (layer, part, head,
-        token) once, except optional cache groups that the remote engine lacks.
+        token) once, except optional cache groups and layers that the remote engine lacks.
 
         Args:
             remote: The engine to read from.
@@ -225,7 +225,8 @@ class TpKVTopology:
                 context parallel ranks have too long a common period.
         """
         num_common = self.engine.num_common(remote)
-        ours, theirs = agreed_values(self.engine, num_common), agreed_values(remote, num_common)
+        ours = agreed_values(self.engine, num_common, remote)
+        theirs = agreed_values(remote, num_common, self.engine)
         our_name, peer_name = _names(self.engine, remote)
         differing = {
             name: {our_name: value, peer_name: theirs[name]}

@@ -54,11 +54,12 @@ class FakePart:
 
 @dataclass(frozen=True, slots=True)
 class FakeGroup:
-    """Layers of a model that share block tables. `row_tokens` tokens share a row."""
+    """Layers of a model that share block tables. `row_tokens` tokens share a row. Some layers may be optional."""
 
     layers: tuple[int, ...]
     parts: tuple[FakePart, ...]
     row_tokens: int = 1
+    optional_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def cut_engine(
                     dcp_rank=tp_rank % dcp_size,
                     interleave_tokens=interleave,
                     row_tokens=group.row_tokens,
+                    optional_layers=tuple(n for n in group.optional_layers if n in layers),
                 )
                 for group, block_size, (dcp_size, interleave) in zip(
                     shape.groups, block_sizes, dcp, strict=True

@@ -156,7 +156,9 @@ def engine_pairs(draw, *, even_heads=False):
 
 @st.composite
 def shape_pairs(draw):
-    """Draw a model for each of two engines, with its number of optional groups. They differ in these alone."""
+    """Draw a model for each of two engines, with its number of optional groups. They differ in these, and in optional
+    layers.
+    """
     whole = draw(model_shapes())
     missing = draw(st.integers(0, len(whole.groups) - 1))
     num_common = len(whole.groups) - missing
@@ -164,6 +166,17 @@ def shape_pairs(draw):
         (whole, draw(st.integers(missing, len(whole.groups)))),
         (replace(whole, groups=whole.groups[:num_common]), draw(st.integers(0, num_common))),
     ]
+    if draw(st.booleans()):
+        first, second = (shape for shape, _ in pair)
+        lacking = draw(st.lists(st.integers(0, MAX_LAYERS), max_size=3))
+        has, lacks = (replace(each, groups=()) for each in (first, second))
+        for index, group in enumerate(first.groups):
+            lone = tuple(n for n in group.layers[1:] if n in lacking)
+            has = replace(has, groups=(*has.groups, replace(group, optional_layers=lone)))
+            if index < num_common:
+                left = tuple(n for n in group.layers if n not in lone)
+                lacks = replace(lacks, groups=(*lacks.groups, replace(group, layers=left)))
+        pair = [(has, pair[0][1]), (lacks, pair[1][1])]
     return pair[:: draw(st.sampled_from([1, -1]))]
 
 

@@ -89,6 +89,47 @@ def test_one_engine_may_lack_the_other_ones_last_groups(takes_draft, num_optiona
     assert {segment.group for segment in target.segments} == {0, 1}
 
 
+@pytest.mark.parametrize("takes_draft", [True, False])
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_one_engine_may_lack_the_other_ones_optional_layers(takes_draft, is_stated):
+    """One engine has a draft model's layer in the model's own group, with a scale that the other does not state."""
+
+    def cut(name, *drafts, optional=()):
+        parts = (FakePart("k", 4, 8, 1),)
+        shape = FakeModel(6, (FakeGroup((*LAYERS, *drafts), parts, optional_layers=optional),))
+        whole = cut_engine(shape, engine_id=name, stages=[range(6)], block_sizes=[16], tp_size=1)
+        (rank,) = whole.ranks
+        scales = tuple(((0.5 + layer,),) for layer in rank.groups[0].layers)
+        groups = tuple(msgspec.structs.replace(each, scales=scales) for each in rank.groups)
+        return relisted(whole, [msgspec.structs.replace(rank, groups=groups)])
+
+    pair = cut("longer", 4, 5, optional=(4, 5) if is_stated else (4,)), cut("shorter")
+    consumer, producer = pair if takes_draft else pair[::-1]
+    ours = topology(consumer)
+    if not is_stated:
+        with pytest.raises(IncompatiblePeerError, match="differ in layers") as refused:
+            ours.check_compatible(producer)
+        assert refused.value.context["layers"] == {"longer": "0,1,2,3,5", "shorter": "0-3"}
+        if takes_draft:
+            with pytest.raises(IncompatiblePeerError, match="no rank of the other engine holds"):
+                ours.get_target_remote_ranks(producer)
+        return
+    ours.check_compatible(producer)
+    (target,) = ours.get_target_remote_ranks(producer)
+    assert [segment.layers for segment in target.segments] == [LAYERS]
+    # where both have them, they are read like others
+    both = cut("both", 4, 5, optional=(4, 5)), cut("same", 4, 5, optional=(5,))
+    topology(both[0]).check_compatible(both[1])
+    (target,) = topology(both[0]).get_target_remote_ranks(both[1])
+    assert [segment.layers for segment in target.segments] == [(*LAYERS, 4, 5)]
+
+
+def test_an_optional_layer_is_one_of_a_groups_layers():
+    (rank,) = engine().ranks[:1]
+    with pytest.raises(GeometryError, match="optional layers are some of its layers"):
+        msgspec.structs.replace(rank.groups[0], optional_layers=(99,))
+
+
 def test_rows_of_unequal_tokens_are_refused():
     def cut(m):
         shape = FakeModel(4, (FakeGroup(LAYERS, (FakePart("k", 4, 8, 2),), m),))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvconnector.integrations.vllm import caches
+from kvconnector.integrations.vllm.caches import DRAFT_NAME
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from tests.vllm import scheduler_world as w
@@ -142,7 +145,12 @@ class Engine:
         half = WorkerHalf(config, self.cache_config, Settings.of(config), placed())
         self._stack.callback(half.close)
         self.worker = half
-        half.register(self.caches)
+        # the small model whose configuration stands in for this one's has fewer layers
+        named = mock.patch.object(
+            caches, "_is_draft", lambda _, name: bool(DRAFT_NAME.search(name))
+        )
+        with named, mock.patch.object(caches, "total_kv_heads", return_value=1):
+            half.register(self.caches)
         shakes = {(0, 0): half.handshake()}
         register_all_kvcache_specs(None)
         of_scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([self.cache_config])

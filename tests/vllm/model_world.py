@@ -19,6 +19,7 @@ from tests.vllm.compressed_world import Engine
 
 Layers = dict[str, tuple[Any, str]]
 MAX_TOKENS = 4096
+DRAFTING = "mtp.layers.0.self_attn.attn"
 
 
 def latent(width: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> kv.MLAAttentionSpec:
@@ -94,6 +95,15 @@ def qwen3_5() -> Layers:
     return _delta_and_attention(528, 0)
 
 
+def qwen3_5_mtp(num_spec: int, *, has_mtp: bool = True) -> Layers:
+    """Qwen3.5's with twice as many layers, and its own layer that drafts, which is one of GQA."""
+    found = _delta_and_attention(560, num_spec, num_layers=16)
+    attention, backend = found["language_model.model.layers.3.self_attn.attn"]
+    if has_mtp:
+        found[DRAFTING] = attention, backend
+    return found
+
+
 def aligned(num_spec: int = 0, checkpoints: int = 0) -> Layers:
     """Qwen3.5's with a prefix cache, as vLLM starts it by default: a state lies where its block of tokens ends, drafts'
     behind it, and a checkpoint of the prompt before it.
@@ -105,12 +115,14 @@ def aligned(num_spec: int = 0, checkpoints: int = 0) -> Layers:
     return _delta_and_attention(560, num_spec, **options)
 
 
-def _delta_and_attention(attention_block: int, num_spec: int, **options: Any) -> Layers:
+def _delta_and_attention(
+    attention_block: int, num_spec: int, *, num_layers: int = 8, **options: Any
+) -> Layers:
     """`options` are those of the delta layers' spec, which has a block size of its own."""
     attention = grouped(1, 256, block_size=attention_block)
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 4, 8, 128, 128, 4, num_spec)
     found: Layers = {}
-    for number in range(8):
+    for number in range(num_layers):
         name = f"language_model.model.layers.{number}"
         if number % 4 == 3:
             found[f"{name}.self_attn.attn"] = attention, "FLASH_ATTN"
@@ -286,15 +298,16 @@ class Moved(NamedTuple):
     """Offsets in the memory."""
 
 
-def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
+def moved(engine: Engine, name: str, num_tokens: int, without: str | None = None) -> list[Moved]:
     """Return what a load of a request's first `num_tokens` tokens brings, row by row: obviously right, and slow.
 
-    The block in which a window begins comes whole, since vLLM caches it like any other.
+    The rows of the layer `without` are not read. The block in which a window begins comes whole, since vLLM caches it
+    like any other.
     """
     base = min(tensor.data_ptr() for tensor in engine.caches.values())
     found = []
     for table, group in zip(engine.tables[name], engine.cache_config.kv_cache_groups, strict=True):
-        for layer in group.layer_names:
+        for layer in sorted(group.layer_names, key=lambda name: name == DRAFTING):
             backend, spec = engine.layers[layer][1], group.kv_cache_spec
             # the planner may have lengthened blocks, so that all pages are equally large
             spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
@@ -326,7 +339,7 @@ def moved(engine: Engine, name: str, num_tokens: int) -> list[Moved]:
             for index in range(oldest // size, -(-(num_tokens // m) // size)):
                 page = start + table[index] * block_bytes
                 for row in range(size):
-                    is_read = index * size + row < num_tokens // m
+                    is_read = layer != without and index * size + row < num_tokens // m
                     found += [Moved(is_read, at) for at in row_of(tensor, page, row, backend)]
     return found
 

@@ -7,7 +7,7 @@ from vllm.v1 import kv_cache_interface as kv
 
 from tests.vllm import scheduler_world as w
 from tests.vllm.compressed_world import pair
-from tests.vllm.model_world import MODELS, aligned, moved
+from tests.vllm.model_world import DRAFTING, MODELS, aligned, moved, qwen3_5_mtp
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +43,9 @@ def offered(prefill, num_tokens):
 
 
 def check(engines, num_tokens):
-    """Load a prompt of the prefill engine, and compare all bytes of the decode engine."""
+    """Load a prompt of the prefill engine, and compare all bytes of the decode engine. Those of a draft layer that the
+    prefill engine lacks are zero.
+    """
     asked, params = offered(engines.p, num_tokens)
     before = engines.d.memory.copy()
     wanted = engines.d.world.add(num_tokens, params, prompt=num_tokens)
@@ -54,11 +56,14 @@ def check(engines, num_tokens):
         time.sleep(0.001)
     # with the first token, a model that keeps all of its tokens is loaded to the prompt's end
     count = params["remote_num_tokens"]
-    ours = moved(engines.d, wanted.request_id, count)
-    theirs = moved(engines.p, asked.request_id, count)
+    lone = None if engines.p.layers.keys() == engines.d.layers.keys() else DRAFTING
+    ours = moved(engines.d, wanted.request_id, count, without=lone)
+    theirs = moved(engines.p, asked.request_id, count, without=lone)
     clears = engines.d.cache_config.needs_kv_cache_zeroing
-    for to, source in zip(ours, theirs, strict=True):
-        if to.is_read:
+    read = iter([each for each in theirs if each.is_read])
+    for to in ours:
+        source = next(read) if to.is_read else None
+        if source is not None:
             before[to.where] = engines.p.memory[source.where]
         elif clears:
             before[to.where] = 0
@@ -93,3 +98,21 @@ def test_states_that_are_cached_at_the_ends_of_blocks_arrive(
     ) as engines:
         for num_tokens in (5, 300, 560, 561, 1120, 1121, 1400):
             check(engines, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 560, 700])
+@pytest.mark.parametrize("who_drafts", ["decode engine", "prefill engine", "both"])
+def test_an_engine_may_lack_the_draft_layers_of_the_other_one(model, who_drafts, num_tokens):
+    """Its own layers and states arrive, whether or not the other one keeps more for drafts."""
+    drafts = [2 * (who_drafts in (each, "both")) for each in ("prefill engine", "decode engine")]
+    prefill, decode = (qwen3_5_mtp(each, has_mtp=bool(each)) for each in drafts)
+    options = {"num_blocks": 96, "block_size": 560, "enable_prefix_caching": False}
+    with pair(
+        model,
+        prefill,
+        decode_layers=decode,
+        decode={"speculative_config": None, **drafting(drafts[1])},
+        **options,
+        **drafting(drafts[0]),
+    ) as engines:
+        check(engines, num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -68,6 +68,18 @@ class RegisteredGroup:
     tensors: Mapping[str, torch.Tensor]
     joined_blocks: int = 1
 
+    @property
+    def is_optional(self) -> bool:
+        """True if another engine may lack the group, because it may lack all of its layers."""
+        held = self.cache.geometry
+        return held.layers == held.optional_layers
+
+    def with_optional(self, layers: Iterable[int]) -> RegisteredGroup:
+        """Return this group with these layers as those that another engine may lack."""
+        optional = tuple(sorted(layers))
+        geometry = msgspec.structs.replace(self.cache.geometry, optional_layers=optional)
+        return replace(self, cache=replace(self.cache, geometry=geometry))
+
     def tensor_block_ids(self, block_ids: Sequence[int]) -> list[int]:
         """Return the ids of the tensors' blocks that these blocks of ours consist of."""
         ratio = self.joined_blocks
@@ -97,15 +109,21 @@ def _numbers(name: str) -> list[int]:
 def total_kv_heads(vllm_config: VllmConfig, name: str) -> int:
     """Return the number of KV heads of one layer, by its vLLM name, on all ranks together.
 
-    A draft model's layers have other heads. They are found by their names, or by numbers after the target's layers.
+    A draft model's layers have other heads.
     """
     target, speculative = vllm_config.model_config, vllm_config.speculative_config
-    number = next(iter(_numbers(name)), 0)
-    is_draft = DRAFT_NAME.search(name) or number >= target.get_total_num_hidden_layers()
-    if not is_draft:
+    if not _is_draft(vllm_config, name):
+        number = next(iter(_numbers(name)), 0)
         return int(target.model_arch_config[number].total_num_kv_heads)
     draft = speculative.draft_model_config if speculative is not None else None
     return int((draft or target).get_total_num_kv_heads())
+
+
+def _is_draft(vllm_config: VllmConfig, name: str) -> bool:
+    """Return True for a draft model's layer: by its name, or because it is numbered after the target's layers."""
+    number = next(iter(_numbers(name)), 0)
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return bool(DRAFT_NAME.search(name)) or number >= num_layers
 
 
 def register_groups(
@@ -116,7 +134,8 @@ def register_groups(
 ) -> list[RegisteredGroup]:
     """Return our cache groups, from vLLM's groups and the tensors that it registers.
 
-    A group of vLLM whose layers differ in shape becomes several of ours with the same block table.
+    A group of vLLM whose layers differ in shape becomes several of ours with the same block table. Another engine may
+    lack a draft model's layers. Groups that have no others come last.
 
     Raises:
         GeometryError: a layout is not supported, or a tensor is missing.
@@ -139,11 +158,15 @@ def register_groups(
             if len(layers) != len(names):
                 raise GeometryError("two layers of a group have one number", layers=names)
             shared = placement.context_parallel if spec.dcp_sharded else NO_CONTEXT_PARALLEL
-            group_of = _register(
+            found = _register(
                 kv_cache_config.num_blocks, vllm_group, spec, layers, cut=cut, shared=shared
             )
-            registered.append(_kept_by_pools(group_of, names, pools))
-    return registered
+            found = _kept_by_pools(found, names, pools)
+            if vllm_config.speculative_config:
+                drafts = [layer_number(name) for name in names if _is_draft(vllm_config, name)]
+                found = found.with_optional(drafts)
+            registered.append(found)
+    return sorted(registered, key=lambda group: group.is_optional)
 
 
 def _pools(kv_cache_config: KVCacheConfig) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 If recurrent states share memory with attention caches, or element types differ, a reused block can hold bytes that read
 as NaN, and attention kernels also multiply the slots that they mask. vLLM zeroes such blocks when it allocates them,
-except for blocks that a connector loads. A load writes tokens, not whole blocks, so the other slots are zeroed here.
+except for blocks that a connector loads. A load writes tokens, not whole blocks, so the other slots are zeroed here. So
+are a draft model's layers, because the prefill engine may have no such layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from kvconnector.session.orders import LoadRequest, Order
 
 
 def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> None:
-    """Zero the slots around a load's tokens, on the current stream. Nothing else writes them until the request runs."""
+    """Zero the slots around a load's tokens and the blocks of layers that the producer may lack, on the current stream.
+    The load writes to these blocks later, if at all, since it waits for what is queued there. Nothing else writes them
+    until the request runs.
+    """
+    _clear_optional(groups, load)
     for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
         for index, first, last in unwritten_slots(group.info, group.cache.geometry, tokens):
             position = index - blocks.first_block
@@ -29,6 +34,19 @@ def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> Non
             for name, tensor in group.tensors.items():
                 for view in group.cache.views[layer_number(name)]:
                     slots_of(tensor, view)[block, :, first:last].zero_()
+
+
+def _clear_optional(groups: Sequence[RegisteredGroup], load: LoadRequest) -> None:
+    for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
+        geometry = group.cache.geometry
+        if not geometry.optional_layers or tokens[0] >= tokens[1]:
+            continue
+        size = geometry.virtual_block_tokens
+        held = blocks.covering(range(*tokens), size, what="a load's blocks").block_ids
+        ids = torch.tensor(group.tensor_block_ids(held.tolist()))
+        for name, tensor in group.tensors.items():
+            if layer_number(name) in geometry.optional_layers:
+                tensor[ids.to(tensor.device)] = 0
 
 
 class FailedParts:

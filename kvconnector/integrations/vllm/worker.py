@@ -119,7 +119,10 @@ class WorkerHalf:
             model=model_description(self._vllm_config, self._settings.model_name),
         )
         with parents_cores():
-            worker.register([group.cache for group in self._groups])
+            worker.register(
+                [group.cache for group in self._groups],
+                num_optional=sum(group.is_optional for group in self._groups),
+            )
         self._worker = worker
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         if self._host_buffer is None and policy == "recompute":

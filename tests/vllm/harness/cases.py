@@ -212,6 +212,8 @@ CASES = (
     _both("draft-model", {"draft": "draft_model"}),
     _both("eagle", {"draft": "eagle"}),
     _both("mtp", MTP, model={"kind": "mtp"}),
+    Case("mtp-decode", decode=MTP, model={"kind": "mtp"}, has_nixl=False),
+    Case("mtp-prefill", prefill=MTP, model={"kind": "mtp"}, has_nixl=False),
     Case("preemption", s.preempted, decode={"cache_bytes": 66 << 18}),
     _both("sleep", SLEEPY, scenario=s.slept, has_nixl=False, needs=("gpus",)),
     Case("abort", s.abort),

@@ -96,8 +96,16 @@ def merged(ranks):
     return found
 
 
-def difference(prefill, decode):
-    """Name a difference between two engines' digests of the tokens that both keep; "" if there is none."""
+def difference(prefill, decode, drafts=""):
+    """Name a difference between two engines' digests of the tokens that both keep; "" if there is none. The layer
+    `drafts` must be on one engine only.
+    """
+    lone = {key for key in prefill.keys() ^ decode.keys() if drafts and key[0] == drafts}
+    if drafts and not lone:
+        return f"both engines have {drafts}, or neither"
+    prefill, decode = (
+        {key: found for key, found in each.items() if key not in lone} for each in (prefill, decode)
+    )
     if prefill.keys() != decode.keys():
         return f"layers and heads {sorted(prefill.keys() ^ decode.keys())} are on one engine only"
     for key, expected in prefill.items():

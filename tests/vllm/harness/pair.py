@@ -11,6 +11,8 @@ from vllm_1p1d.router import REMOTE_DECODE
 
 QUIET_TIMEOUT_S = 45.0
 CONTROL_TOKENS = 600
+MTP_LAYER = "model.layers.4.self_attn.attn"
+"""The layer of the model of the kind "mtp" that drafts, after its own layers."""
 ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 
 
@@ -44,6 +46,13 @@ class Pair:
         self.prefill.kill()
         self.prefill = Engine(self.specs[0], run_steps)
         self.prefill.wait_until_ready()
+
+    @property
+    def _drafts(self):
+        """The name of the model's own layer that drafts, if only one engine drafts with it; else ""."""
+        drafts = [spec.arguments.get("speculative_config", {}) for spec in self.specs]
+        methods = {each.get("method") for each in drafts}
+        return MTP_LAYER if methods == {"mtp", None} else ""
 
     def alone(self, prompt):
         """Ask only the decode engine, and empty its prefix cache. Returns the tokens."""
@@ -118,7 +127,7 @@ class Pair:
             for layer, digests in in_tier.items():
                 both = digests.keys() & expected[layer]
                 expected[layer] |= {token: digests[token] for token in both}
-        return answer, difference(expected, merged(found))
+        return answer, difference(expected, merged(found), self._drafts)
 
     def fill_tier(self, prompt, cached):
         """Put the first `cached` tokens into the decode engine's tier alone. Returns how they differ from the prefill

@@ -92,7 +92,7 @@ def why_skipped(case, device):
 def model_paths(case, folder):
     """Make a case's model and its draft. Returns their paths, "" without a draft."""
     model = str(make_model(folder / "models", **case.model))
-    draft = case.decode.get("draft", "")
+    draft = case.decode.get("draft", "") or case.prefill.get("draft", "")
     if draft == "eagle":
         return model, str(make_model(folder / "models", kind="eagle", layers=1))
     return model, model if draft else ""
@@ -104,7 +104,7 @@ def specs_of(case, connector, folder, device):
     halves = zip(("prefill", "decode"), (case.prefill, case.decode), case.roles, strict=True)
     for half, options, role in halves:
         arguments = device.arguments(is_pipeline="pp_size" in options)
-        if draft_model:
+        if "draft" in options:
             draft = {"method": options["draft"], "model": draft_model}
             arguments["speculative_config"] = draft | {"num_speculative_tokens": 3}
         environment = {
