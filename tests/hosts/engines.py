@@ -113,6 +113,7 @@ class Servers(cluster.Cluster):
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environment["TMPDIR"] = str(self.folder)  # a killed server leaves files there
         argv = [sys.executable, *program, "--host", place.address, "--port", str(port)]
         with log.open("ab") as output:
             process = place.start(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,6 +103,13 @@ class Fleet:
         names = [name for name in sorted(self.cluster.servers) if name.startswith(role)]
         ready = [name for name in names if name not in self.restarting]
         return ready[number // len(PROMPTS) % len(ready)]
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_files(tmp_path, monkeypatch):
+    """Engines that are killed leave files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 @pytest.mark.parametrize("connector", [DIRECT, PACKED], ids=["direct", "packed"])
