@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvconnector.cache.block_manager import AllocStatus, Sequence
+from kvconnector.cache.block_manager import AllocStatus, Device, Sequence
 from kvconnector.errors import ConfigError
 from tests.unit.cache.block_managers import group_of, manager_of, start
 
@@ -44,6 +44,28 @@ def test_a_window_prefills_a_long_prompt_in_few_blocks():
     assert manager.get_num_computed_tokens(seq) == 400
     assert manager.fits_alone(400)
     assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
+
+
+def test_a_window_begins_with_the_blocks_of_a_short_step():
+    manager, group = window_manager(1), group_of(range(400), 1)
+    assert manager.can_allocate(group) is AllocStatus.NEVER
+    assert manager.can_allocate(group, num_tokens=4) is AllocStatus.OK
+    manager.allocate(group, num_tokens=4)
+    assert len(manager.get_block_table(group.seqs()[0])) == 1
+
+
+def test_the_hit_rate_of_a_window_counts_the_blocks_that_it_needs():
+    manager = window_manager(20)
+    group = start(manager, 1, range(40))  # looks for 9 full blocks
+    (seq,) = group.seqs()
+    for _ in range(5):
+        manager.mark_blocks_as_computed(group, 8)
+        manager.drop_left_behind(seq)
+        manager.append_slots(seq)
+    manager.free(seq)
+    (again,) = start(manager, 2, range(44)).seqs()
+    assert manager.get_first_block(again) == 7
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 3 / (9 + 3)
 
 
 def test_a_window_of_one_token_needs_no_earlier_block():
