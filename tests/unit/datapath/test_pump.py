@@ -159,6 +159,21 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pair.until(memory_is_back)
 
 
+def test_a_send_to_a_consumer_whose_endpoint_is_lost_ends_with_the_loss(make_pair, monkeypatch):
+    pair, lost = make_pair(), PeerLostError("gone")
+    _, _, send, receive = both_programs(pair, range(48), **SMALL)
+    pair.serve(pair.ask(1, receive), send)
+    pair.p.path.pump(0.0)  # more chunks are left than there are slots
+
+    def endpoint_handle(endpoint):
+        raise lost
+
+    monkeypatch.setattr(pair.p.transport, "endpoint_handle", endpoint_handle)
+    over = pair.until(lambda: pair.find(ev.SendOver, 1))
+    assert over.error is lost
+    assert pair.find(ev.LinkLost) == ev.LinkLost(pair.to_d, lost)
+
+
 def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for():
     found = [new_tags() for _ in range(40)]
     assert all(0 <= tag < 1 << 62 and tag % MAX_CHUNKS == 0 for tag in found)
