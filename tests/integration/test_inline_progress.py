@@ -52,6 +52,21 @@ def test_an_engine_that_never_releases_the_gil_gets_its_blocks(engines, direct):
     assert same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
 
 
+def test_a_short_direct_read_has_ended_when_the_step_that_begins_it_returns(engines):
+    """Unless the driver's thread has just woken up, which is rare."""
+    p, d = engines("always")
+    (worker,) = d.workers
+    ended = []
+    for number in range(NUM_REQUESTS):
+        name = f"r{number}"
+        d.load(name, p.offer(name, [1], 16), [1], 17, steps=False)
+        worker.start_step(d.scheduler.build_step())
+        ended.append(worker._outbox.is_filled)
+        until(lambda name=name: name in d.received and name in p.sent, d, p)
+    assert not d.failed
+    assert any(ended)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     p, d = engines("always")
