@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -30,6 +32,8 @@ GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
 """Prefixes of the names of lanes that move GPU memory without a copy in host memory."""
 _PHASES = ("pack", "packing_ns", "packed_ns"), ("wire", "sending_ns", "sent_ns")
 """Names of phases, and of the fields with the times at which they began and ended; 0 if they have not begun."""
+MAX_PROBE_MESSAGES = 128
+"""The most messages of one consumer worker's probes that have not ended: those of two of the longest probes."""
 FIRST_PASSES = 4
 """Passes of the loop within which a GPU's first chunk is packed and posted."""
 
@@ -55,6 +59,8 @@ class Sends(Programs[Sending]):
         self._by_send: dict[Send, Sending] = {}
         self._endpoints: dict[Link, int] = {}
         """The endpoints to consumer workers."""
+        self._num_probes: Counter[Link] = Counter()
+        """The messages of probes to each that have not ended."""
         self._quarantine_s = config.peer.timeout_s
         self.may_hold_slots = False
         """True if sends that were stopped may have left slots in flight."""
@@ -67,7 +73,7 @@ class Sends(Programs[Sending]):
         """Connect to a consumer worker and send it the warm-up message. `EndpointOpened` or `LinkLost` follows."""
         try:
             self._endpoints[link] = self._transport.connect(hello.transport_address)
-            self._warm_up(link, hello.warm_up_tag, hello.warm_up_bytes)
+            self._warm_up(link, hello.warm_up_tag, hello.warm_up_bytes, self._warmed_up)
         except KVConnectorError as error:
             self.loop.events.append(ev.LinkLost(link, error))
         else:
@@ -78,14 +84,24 @@ class Sends(Programs[Sending]):
         return self._endpoints.get(link, 0)
 
     def probe(self, link: Link, probe: Probe) -> None:
-        """Send the messages by which a consumer worker measures bandwidth, unless it is lost."""
-        for index in range(probe.count if link in self._endpoints else 0):
-            self._warm_up(link, probe.first_tag + index, probe.nbytes)
+        """Send the messages by which a consumer worker measures bandwidth, unless it is lost or does not receive those
+        of its earlier probes.
+        """
+        is_behind = self._num_probes[link] + probe.count > MAX_PROBE_MESSAGES
+        for index in range(0 if is_behind or link not in self._endpoints else probe.count):
+            self._warm_up(link, probe.first_tag + index, probe.nbytes, self._probed)
+            self._num_probes[link] += 1
 
-    def _warm_up(self, link: Link, tag: int, nbytes: int) -> None:
-        """Send a consumer worker a message with meaningless content."""
+    def _warm_up(
+        self,
+        link: Link,
+        tag: int,
+        nbytes: int,
+        end: Callable[[Link, KVConnectorError | None], None],
+    ) -> None:
+        """Send a consumer worker a message with meaningless content. `end` takes its end."""
         ticket = self._transport.send(self._endpoints[link], tag, self.slots.scratch(nbytes))
-        self.loop.warm_ups[ticket] = partial(self._warmed_up, link)
+        self.loop.warm_ups[ticket] = partial(end, link)
         self.loop.lock.is_greeting = True
 
     def _warmed_up(self, link: Link, error: KVConnectorError | None) -> None:
@@ -97,11 +113,18 @@ class Sends(Programs[Sending]):
         else:
             self.loop.events.append(ev.LinkLost(link, error))
 
+    def _probed(self, link: Link, error: KVConnectorError | None) -> None:
+        if link in self._endpoints:
+            self._num_probes[link] -= 1
+            if error is not None:
+                self.loop.events.append(ev.LinkLost(link, error))
+
     def close_endpoint(self, link: Link) -> None:
         """Stop the sends to a consumer worker and disconnect from it, if there is one at `link`."""
         if link in self._endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._transport.disconnect(self._endpoints.pop(link))
+            del self._num_probes[link]
 
     def submit(self, send: Send) -> None:
         """Stream a read to a consumer worker. `SendOver` follows."""

@@ -1,10 +1,14 @@
 """Reads that wait for slots or for their turn: one read's work does not depend on how many others wait."""
 
+import logging
+
 import pytest
 
 from kvconnector.datapath.pump.direct_reads import MAX_READS
+from kvconnector.datapath.pump.sends import MAX_PROBE_MESSAGES
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
+from kvconnector.wire import messages as m
 from tests.support.lines import lines_of
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
 from tests.unit.datapath.pump_pair import READS, both_programs, receive_of
@@ -41,6 +45,23 @@ def test_stopping_a_send_does_not_grow_with_other_sends(make_pair, num_sends):
     assert lines_of(lambda: pair.p.path.sends.stop(begun[-1])) < 30
     sends = pair.p.path.sends
     assert sends.values(sends._by_send[begun[-1]])["stopped"]
+
+
+def test_probes_of_a_peer_that_receives_nothing_occupy_a_bounded_number_of_sends(make_pair, caplog):
+    """Whatever is under way is looked at for all peers. Only a greeting is worth a line of the log."""
+    pair = make_pair(slot_bytes=1 << 20)
+    path, probe = pair.p.path, m.Probe(first_tag=1 << 40, nbytes=1 << 20, count=64)
+    pair.until(lambda: not path.warm_ups)
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            path.sends.probe(pair.to_d, probe)
+        assert 64 <= len(path.warm_ups) <= MAX_PROBE_MESSAGES
+        pair.until(lambda: not path.warm_ups)  # they belong to no read of the consumer's
+    assert "sent over" not in caplog.text
+    path.sends.probe(pair.to_d, probe)
+    assert len(path.warm_ups) == 64
+    path.sends.close_endpoint(pair.to_d)
+    pair.until(lambda: not path.warm_ups)
 
 
 def _finished(pair):
