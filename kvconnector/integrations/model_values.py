@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -91,19 +92,26 @@ SNAPSHOT = re.compile(
 """A folder of the hub's cache, in which a path of a model may lie."""
 
 
-def position_encodings(config: Any) -> tuple[tuple[str, str], ...]:
+def position_encodings(
+    config: Any, *, yarn_scale: float | None = None
+) -> tuple[tuple[str, str], ...]:
     """Return how a model encodes positions, as its loaded configuration says it: equal for two engines if they rotate
     equally.
 
     Args:
         config: The configuration of the model that decodes text, as transformers or an engine's own class made it.
+        yarn_scale: The number by which the engine really multiplies what YaRN has rotated, of an engine that makes
+            something else of a configuration than others; None if it does what the configuration says.
 
     Returns:
         One text without a name, for example `yarn(rope_theta=1000000, factor=4,
         original_max_position_embeddings=32768)`; one for each kind of layers, with its name, if they differ; none if
         the configuration says nothing.
     """
-    found = {kind: _encoding(config, given) for kind, given in rope_parameters(config).items()}
+    found = {
+        kind: _encoding(config, given, yarn_scale)
+        for kind, given in rope_parameters(config).items()
+    }
     texts = {*found.values()}
     if len(texts) > 1:
         return tuple(sorted(found.items())[:MAX_KINDS])
@@ -178,9 +186,22 @@ def rope_parameters(config: Any) -> dict[str, Mapping[str, Any]]:
     return {"": given} if given or _value(config, "rope_theta") is not None else {}
 
 
-def _encoding(config: Any, given: Mapping[str, Any]) -> str:
+def longrope_length(config: Any) -> int | None:
+    """Return the length in tokens that a model with LongRoPE was first trained with: its short factors are for prompts
+    that are no longer. None for other position encodings.
+    """
+    for given in rope_parameters(config).values():
+        if (given.get("rope_type") or given.get("type")) in {"longrope", "su"}:
+            length = given.get(ORIGINAL_LENGTH) or _value(config, ORIGINAL_LENGTH)
+            return length if isinstance(length, int) else None
+    return None
+
+
+def _encoding(config: Any, given: Mapping[str, Any], yarn_scale: float | None) -> str:
     kind = str(given.get("rope_type") or given.get("type") or "default")
     kind = {**dict.fromkeys(YARN, "yarn"), "su": "longrope", "mrope": "default"}.get(kind, kind)
+    if kind == "yarn":
+        given = {**given, **_scale_of_yarn(given, yarn_scale)}
     used = SCALING.get(kind, tuple(OF_SCALING))
     values = {
         "rope_theta": given.get("rope_theta", _value(config, "rope_theta")),
@@ -202,6 +223,30 @@ def _encoding(config: Any, given: Mapping[str, Any]) -> str:
         if value is not None and value != DEFAULTS.get(name)
     ]
     return _bounded(f"{kind}({', '.join(stated)})", MAX_TEXT)
+
+
+def _scale_of_yarn(given: Mapping[str, Any], used: float | None) -> dict[str, float | None]:
+    """Return the parameters that say by how much YaRN multiplies: `attention_factor` if that is not what follows from
+    the others. Of an engine whose scale is known, what it was made from does not matter.
+    """
+    values: dict[str, Any] = dict(given) if used is None else {**given, "attention_factor": used}
+    names = ("attention_factor", "factor", "mscale", "mscale_all_dim")
+    numbers: list[Any] = [values.get(name) for name in names]
+    own, factor, mscale, of_all = numbers
+    stated = {} if used is None else {"attention_factor": used, "attn_factor": None}
+    needed = (own, factor, mscale or 1, of_all or 1)
+    if not all(isinstance(each, int | float) for each in needed):
+        return stated
+    implied = _mscale(factor, 1.0)
+    if mscale and of_all:
+        implied = _mscale(factor, mscale) / _mscale(factor, of_all)
+    if math.isclose(own, implied, rel_tol=1e-6):
+        stated["attention_factor"] = None
+    return stated
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _share(config: Any, given: Mapping[str, Any]) -> Any:

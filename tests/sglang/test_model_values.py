@@ -1,11 +1,13 @@
 """What two engines state of a model's numbers, from SGLang's own configuration objects: as vLLM's state it."""
 
 import json
+import math
 import os
 from types import SimpleNamespace
 
 import pytest
 
+from kvconnector.integrations.model_values import position_encodings
 from tests.sglang.sources import VARIABLE
 from tests.support.model_values import CASES, SECTIONS, YARN, YARN_TEXT
 
@@ -18,19 +20,26 @@ SCALED = {"rope_theta": 1000000, "rope_type": "yarn", **YARN}
 
 
 @pytest.fixture
-def described(tmp_path):
+def described(tmp_path, monkeypatch):
     """Returns what SGLang with these overrides states of a `config.json`."""
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.rotary_embedding import factory
 
     from kvconnector.integrations.sglang.backend import description
 
     shape = SimpleNamespace(dtype="bfloat16", num_layers=6)
 
-    def describe(fields, folder=tmp_path, **overrides):
+    # what other tests of this process have loaded
+    monkeypatch.setattr(factory, "_ROPE_DICT", {})
+
+    def describe(fields, folder=tmp_path, context_length=None, **overrides):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(fields))
         model = ModelConfig(
-            str(folder), model_override_args=json.dumps(overrides), trust_remote_code=False
+            str(folder),
+            model_override_args=json.dumps(overrides),
+            trust_remote_code=False,
+            context_length=context_length,
         )
         return description(model, shape, "m")
 
@@ -50,6 +59,49 @@ def test_one_text_for_every_form_of_a_position_encoding(described, name):
 def test_yarn_by_an_override_is_the_configurations_own(described, field):
     assert described(QWEN).position_encodings == CASES["plain"][1]
     assert described(QWEN, **{field: SCALED}).position_encodings == (("", YARN_TEXT),)
+
+
+@pytest.mark.parametrize(
+    "given, is_equal",
+    [
+        ({}, True),
+        ({"mscale": 0.7, "mscale_all_dim": 0.5}, True),
+        ({"attention_factor": 1.5}, False),  # which vLLM reads, and SGLang does not
+        ({"attn_factor": 1.5}, False),  # and the reverse
+        ({"mscale": 0.7, "mscale_all_dim": 0.0}, False),
+    ],
+    ids=str,
+)
+def test_yarn_is_stated_as_sglang_computes_it(described, monkeypatch, given, is_equal):
+    """What the two engines compute is compared here by the module that SGLang makes of the values, and vLLM's rule."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    # it would look for kernels
+    monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base._is_cpu", True)
+    scaling = SCALED | given
+    made = get_rope(64, 64, 131072, 1000000, rope_scaling=scaling)
+    factor = scaling["factor"]
+    both = given.get("mscale"), given.get("mscale_all_dim")
+    implied = _mscale(factor, both[0]) / _mscale(factor, both[1]) if all(both) else _mscale(factor)
+    of_vllm = given.get("attention_factor", implied)
+    assert math.isclose(made.mscale, of_vllm) == is_equal
+    fields = SimpleNamespace(rope_parameters=scaling)
+    found = described(QWEN, rope_scaling=scaling).position_encodings
+    assert (found == position_encodings(fields)) == is_equal
+    # two of SGLang's servers compute alike
+    assert described(QWEN, rope_scaling=scaling).position_encodings == found
+
+
+def _mscale(factor, mscale=1.0):
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def test_the_factors_of_longrope_are_stated(described):
+    """vLLM takes one list for all prompts, SGLang for each batch, unless no prompt is that long."""
+    fields = CASES["LongRoPE"][0]
+    at = {length: described(fields, context_length=length) for length in (2048, 4096, 8192)}
+    stated = {length: dict(each.config)["longrope factors"] for length, each in at.items()}
+    assert stated == {2048: "short_factor", 4096: "short_factor", 8192: "of each batch"}
 
 
 def test_other_overrides_that_change_numbers_are_stated(described):

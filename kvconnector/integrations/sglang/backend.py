@@ -37,6 +37,9 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
+from sglang.srt.layers.rotary_embedding import factory as rotary_embeddings
+from sglang.srt.layers.rotary_embedding.mrope import YaRNScalingMRotaryEmbedding
+from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqOutput,
@@ -58,6 +61,7 @@ from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.identity import Identity
 from kvconnector.integrations.model_values import (
     config_fields,
+    longrope_length,
     position_encodings,
     revision_of,
 )
@@ -606,14 +610,33 @@ def _is_sparse(args: KVArgs) -> bool:
 
 def description(model: ModelConfig, shape: Shape, name: str) -> ModelDescription:
     """Return what another engine must have in common with this one, beside its cache's shape."""
+    config = model.hf_text_config
+    fields = config_fields(config)
+    if (length := longrope_length(config)) is not None:
+        # SGLang takes the long factors for a whole batch if one of its tokens is beyond that length
+        is_short = model.context_len <= length
+        fields += (("longrope factors", "short_factor" if is_short else "of each batch"),)
     return ModelDescription(
         model=name,
         dtype=shape.dtype,
         num_layers=shape.num_layers,
-        position_encodings=position_encodings(model.hf_text_config),
+        position_encodings=position_encodings(config, yarn_scale=_yarn_scale()),
         revision=revision_of(model.model_path, model.revision),
-        config=config_fields(model.hf_text_config),
+        config=fields,
     )
+
+
+def _yarn_scale() -> float | None:
+    """Return by how much the loaded model's YaRN multiplies; None without it, or if its layers differ in that.
+
+    Most models leave `attention_factor` out, which others use, so the modules say it and not the configuration.
+    """
+    scales = {
+        each.mscale
+        for each in rotary_embeddings._ROPE_DICT.values()
+        if isinstance(each, YaRNScalingRotaryEmbedding | YaRNScalingMRotaryEmbedding)
+    }
+    return scales.pop() if len(scales) == 1 else None
 
 
 def _shape(

@@ -212,8 +212,11 @@ ENTRIES: tuple[Entry, ...] = (
             *("from_server_args", "num_hidden_layers", "get_total_num_kv_heads"),
             *("get_swa_num_kv_heads", "swa_attention_layer_ids", "dtype", "hf_config"),
             *("quantization", "vocab_size", "hf_text_config", "model_path", "revision"),
+            "context_len",
         ),
     ),
+    Mentioned("srt/layers/rotary_embedding/factory.py", ("_ROPE_DICT",)),
+    Mentioned("srt/layers/rotary_embedding/yarn.py", ("mscale",)),
     Name("srt/distributed/utils.py:get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
     Name("srt/utils/network.py:get_local_ip_auto", ("fallback",)),
     # where bytes lie

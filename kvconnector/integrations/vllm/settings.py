@@ -13,11 +13,10 @@ from kvconnector.config import ConnectorConfig, Role, is_loopback
 from kvconnector.errors import ConfigError
 from kvconnector.ids import MAX_PORT
 from kvconnector.integrations.model_values import (
-    ORIGINAL_LENGTH,
     config_fields,
+    longrope_length,
     position_encodings,
     revision_of,
-    rope_parameters,
 )
 from kvconnector.topology import ModelDescription
 
@@ -223,13 +222,10 @@ def _longrope_factors(model: Any) -> str | None:
     """Return which of LongRoPE's two lists of factors vLLM uses for all prompts, which depends on `--max-model-len`;
     None for other position encodings.
     """
-    config = model.hf_text_config
-    for given in rope_parameters(config).values():
-        if given.get("rope_type") == "longrope":
-            length = given.get(ORIGINAL_LENGTH)
-            if isinstance(length, int):
-                return "long_factor" if model.max_model_len > length else "short_factor"
-    return None
+    length = longrope_length(model.hf_text_config)
+    if length is None:
+        return None
+    return "long_factor" if model.max_model_len > length else "short_factor"
 
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:

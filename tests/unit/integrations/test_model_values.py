@@ -1,5 +1,6 @@
 """The text of a model's values: equal if the numbers are, another one if they are not."""
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -19,13 +20,14 @@ YARN |= {"original_max_position_embeddings": 32768}
 COMMIT = "0123456789" * 4
 
 
-def encoding(given=None, **fields):
-    return texts_of(SimpleNamespace(rope_parameters=given, **fields)).get("", "")
+def encoding(given=None, yarn_scale=None, **fields):
+    config = SimpleNamespace(rope_parameters=given, **fields)
+    return texts_of(config, yarn_scale=yarn_scale).get("", "")
 
 
-def texts_of(config):
+def texts_of(config, **of_engine):
     """Return the texts of a configuration by kinds of layers."""
-    return dict(position_encodings(config))
+    return dict(position_encodings(config, **of_engine))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,22 @@ def test_what_changes_no_number_changes_no_text(same):
 )
 def test_what_changes_numbers_changes_the_text(other):
     assert encoding(YARN) != encoding(YARN | other)
+
+
+@pytest.mark.parametrize("mscales", [{}, {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 0.5}])
+def test_yarns_scale_is_stated_if_it_does_not_follow_from_the_rest(mscales):
+    given = YARN | mscales
+    implied = 0.1 * math.log(4) + 1
+    if len(mscales) > 1:
+        implied = (0.07 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    plain = encoding(given)
+    assert "attention_factor" not in plain
+    assert encoding(given | {"attention_factor": implied}) == plain
+    ignored = given | {"attention_factor": 1.0, "attn_factor": 2.0}
+    assert encoding(ignored, yarn_scale=implied) == plain
+    read = encoding(given | {"attention_factor": 1.5})
+    assert read != plain
+    assert encoding(ignored, yarn_scale=1.5) == read
 
 
 def test_values_outside_the_parameters_count():
