@@ -57,6 +57,8 @@ class Outbox:
         self._spin_s = spin_s if spin_s >= MIN_SPIN_S else 0.0
         self._lock = threading.RLock()
         self._bugs = FoldedLog(logger)
+        self._bugs_lock = threading.Lock()
+        """For `_bugs`, so that nobody waits for a log with the other lock held."""
         self._loads: dict[str, bool] = {}
         """Loads that the engine waits for. True if it has asked for the load, False while it waits until it may."""
         self._leases: dict[str, LeaseOrder] = {}
@@ -244,11 +246,12 @@ class Outbox:
             self._ring()
         # many bugs are one bug many times: the traceback is the same
         place = _place_of(error)
-        self._bugs.warn(
-            f"{type(error).__name__} at {place}",
-            f"{subject} was ended by an unexpected exception at {place}, and nothing else; this is a bug, please report"
-            f" it:\n{''.join(traceback.format_exception(error)).rstrip()}",
-        )
+        with self._bugs_lock:
+            self._bugs.warn(
+                f"{type(error).__name__} at {place}",
+                f"{subject} was ended by an unexpected exception at {place}, and nothing else; this is a bug, please"
+                f" report it:\n{''.join(traceback.format_exception(error)).rstrip()}",
+            )
 
     def read_packed(self, reason: str) -> None:
         """Count a producer rank whose pools cannot be read from here. This wakes no thread."""

@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -80,7 +81,8 @@ class SharedMemory:
         self._memory[:NONCE_BYTES] = self.nonce
         self.array = np.frombuffer(self._memory, np.uint8)[BOARD_OFFSET:]
         self._epoch = np.frombuffer(self._memory, np.uint64, 1, EPOCH_OFFSET)
-        _open.add(self)
+        with _open_lock:
+            _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
         """Move memory of this process into the file, in place. Nothing may write to it during the call. Until `close`
@@ -98,7 +100,7 @@ class SharedMemory:
         """
         places, mappings = [], _mappings()
         for start, stop in _whole_pages(ranges, mappings):
-            if any(other.holds(start, stop) for other in _open):
+            if any(other.holds(start, stop) for other in _all_open()):
                 raise TransportError("another worker of this process shares these caches")
             places.append(SharedRange(address=start, nbytes=stop - start, offset=self._nbytes))
             self._nbytes += stop - start
@@ -191,7 +193,8 @@ class SharedMemory:
         if self.fd >= 0:
             self._make_private()
         fd, self.fd = self.fd, -1
-        _open.discard(self)
+        with _open_lock:
+            _open.discard(self)
         if fd >= 0:
             os.close(fd)
 
@@ -233,11 +236,18 @@ class SharedMemory:
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 """Ranges whose caches consumers may read: if they moved again, consumers would read memory that is never written."""
+_open_lock = threading.Lock()
+"""Workers of one process open and close theirs in different threads."""
+
+
+def _all_open() -> list[SharedMemory]:
+    with _open_lock:
+        return list(_open)
 
 
 def is_of_this_process(nonce: bytes) -> bool:
     """Returns True if memory that is open here has this nonce."""
-    return any(each.nonce == nonce for each in _open)
+    return any(each.nonce == nonce for each in _all_open())
 
 
 class _Mapping(NamedTuple):

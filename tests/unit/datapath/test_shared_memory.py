@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -206,6 +207,31 @@ def test_caches_belong_to_one_open_worker():
         SharedMemory(1).share([bounds(array)])
     array[0] ^= 1
     assert as_peers_see(first, place)[0] == array[0]
+
+
+def test_workers_of_one_process_may_open_and_close_their_memory_at_any_time():
+    """One driver's thread looks whose memory an export is while another worker opens its own."""
+    opened = []
+
+    class Looked:
+        @property
+        def nonce(self):
+            other = threading.Thread(target=lambda: opened.append(SharedMemory(1)))
+            other.start()
+            other.join()
+            return b""
+
+    several = [Looked(), Looked()]
+    with shared_memory._open_lock:
+        shared_memory._open.update(several)
+    try:
+        assert not shared_memory.is_of_this_process(b"another process's")
+    finally:
+        with shared_memory._open_lock:
+            shared_memory._open.difference_update(several)
+        for memory in opened:
+            memory.close()
+    assert len(opened) == 2
 
 
 def test_memory_of_several_programs_is_refused(tmp_path):

@@ -237,3 +237,24 @@ def test_a_report_ends_a_wait_and_counts_until_it_is_taken(spin_s, delay_s):
         assert outbox.wait(0.0)
         assert outbox.take().finished_recving == {name}
         timer.join()
+
+
+def test_two_threads_may_note_exceptions_at_the_same_time():
+    """The engine's, which checks orders, and the driver's. The log that folds them is for one thread at a time."""
+    outbox, inside, both = Outbox(), [], threading.Event()
+
+    class OneAtATime:
+        def warn(self, key, text):
+            inside.append(text)
+            if len(inside) == 2:
+                both.set()
+            elif len(inside) == 1 and other.ident is None:
+                other.start()
+                assert not both.wait(0.2), "another thread is in there"
+            inside.pop()
+
+    outbox._bugs = OneAtATime()
+    other = threading.Thread(target=outbox.note_contained, args=("b", RuntimeError("b")))
+    outbox.note_contained("a", RuntimeError("a"))
+    other.join()
+    assert outbox.take().stats.contained == {"RuntimeError": 2}
