@@ -152,6 +152,8 @@ class Driver:
         self._stop_after_report = False
         self._late_at = 0.0
         self._is_ticking = False
+        self._is_hurrying = False
+        """True if the last look ended early, so that the first chunk of a send was posted sooner."""
 
     def __repr__(self) -> str:
         return f"<Driver {self.num_queued} events, {self.links!r}>"
@@ -243,15 +245,19 @@ class Driver:
     def _look(self, *, inline: bool = False) -> None:
         """Take the work that is there, and handle it. Work that others wait for comes first: reads that have ended,
         then messages over the transport, most of which ask for a read. Looking at everything else takes as long as
-        beginning a read.
+        beginning a read, and longer than a GPU takes to pack the read's first chunk, which the loop posts. So after
+        beginning one, every other look ends at once. What it has left keeps the loop's next run short, see `pump_s`.
         """
-        events = self._events
+        events, num_begun = self._events, self.datapath.sends.num_begun
         self.datapath.step(may_check=bool(events))
         if (events or self.links.with_unsent) and not self._work(inline=inline, ticks=False):
             return
         self.datapath.lock.clear_pending()
         self._take_arrived(self.links.poll_transport())
         if events and not self._work(inline=inline, ticks=False):
+            return
+        self._is_hurrying = not self._is_hurrying and self.datapath.sends.num_begun > num_begun
+        if self._is_hurrying:
             return
         self._take_arrived(self.links.poll())
         self._take_orders()

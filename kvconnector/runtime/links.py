@@ -70,8 +70,8 @@ class Connection:
     Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
     `endpoint`, 0 if there is none, once `sealer` signs them.
 
-    What has `arrived` and nobody took has `waiting_bytes`, see `cost_bytes`. `credit_bytes` are those of the turns that
-    its first message has waited for.
+    What has `arrived` and nobody took has `waiting_bytes`, see `cost_bytes`; `shared_bytes` of these are counted in
+    `Links._shares`. `credit_bytes` are those of the turns that its first message has waited for.
     """
 
     handle: PeerHandle
@@ -89,6 +89,7 @@ class Connection:
     endpoint: int = 0
     arrived: deque[Arrival] = field(default_factory=deque)
     waiting_bytes: int = 0
+    shared_bytes: int = 0
     credit_bytes: int = 0
 
 
@@ -148,7 +149,13 @@ class Links:
         """The longest frame that each inbox takes, by tag."""
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self._max_waiting_bytes = max(MAX_WAITING_BYTES, 4 * config.max_message_bytes)
-        self._shares: Shares[Link] = Shares(MAX_ALL_WAITING_FACTOR * self._max_waiting_bytes)
+        self._max_all_waiting_bytes = MAX_ALL_WAITING_FACTOR * self._max_waiting_bytes
+        self._waiting_bytes = 0
+        """The sum over all links."""
+        self._shares: Shares[Link] = Shares(self._max_all_waiting_bytes)
+        """Whose bytes wait, up to date only once too many do: nearly all messages are taken as soon as they come."""
+        self._uncounted: dict[Link, None] = {}
+        """Links whose waiting bytes have changed since they were counted."""
         self._flooders: set[PeerHandle] = set()
         """Connections that were closed since the last look at the control channel because too much waited on them."""
         self._incoming = count(1)
@@ -230,7 +237,8 @@ class Links:
         connection = self._connections.pop(link, None)
         if connection is not None:
             del self._by_handle[connection.handle]
-            self._count(link, connection, -connection.waiting_bytes)
+            self._add_waiting(link, connection, -connection.waiting_bytes)
+            self._count(link, connection)
             self._close_inbox(connection)
             self._leave_endpoint(connection)
         return connection
@@ -431,7 +439,7 @@ class Links:
             return
         self._waiting[link] = None
         connection.arrived.extendleft(reversed(messages))
-        self._count(link, connection, sum(map(cost_bytes, messages)))
+        self._add_waiting(link, connection, sum(map(cost_bytes, messages)))
 
     def _turns(self) -> Iterator[tuple[Link, bytes]]:
         """Yield one message of each link that has some, as often as there are any."""
@@ -446,7 +454,7 @@ class Links:
                 self._waiting[link] = None
                 continue
             connection.credit_bytes = 0
-            self._count(link, connection, -cost)
+            self._add_waiting(link, connection, -cost)
             arrival = connection.arrived.popleft()
             if connection.arrived:
                 self._waiting[link] = None
@@ -470,11 +478,20 @@ class Links:
             return
         self._waiting[link] = None
         connection.arrived.append(arrival)
-        self._count(link, connection, cost_bytes(arrival))
+        self._add_waiting(link, connection, cost_bytes(arrival))
         if connection.waiting_bytes > self._max_waiting_bytes and not connection.is_lost:
             self._lose_flooder(link, connection)
+        if self._waiting_bytes > self._max_all_waiting_bytes:
+            self._lose_debtors()
+
+    def _lose_debtors(self) -> None:
+        """End links until no more than the limit waits on all together."""
+        for link in list(self._uncounted):
+            self._count(link, self._connections[link])
         while (debtor := self._shares.debtor()) is not None:
-            self._lose_flooder(debtor, self._connections[debtor])
+            connection = self._connections[debtor]
+            self._lose_flooder(debtor, connection)
+            self._count(debtor, connection)
 
     def _lose_flooder(self, link: Link, connection: Connection) -> None:
         """End a link on which too much waits, and drop that."""
@@ -482,18 +499,26 @@ class Links:
             "the peer sends messages faster than they can be handled",
             waiting_bytes=connection.waiting_bytes,
             max_waiting_bytes=self._max_waiting_bytes,
-            all_waiting_bytes=self._shares.used_bytes,
+            all_waiting_bytes=self._waiting_bytes,
         )
         connection.arrived.clear()
-        self._count(link, connection, -connection.waiting_bytes)
+        self._add_waiting(link, connection, -connection.waiting_bytes)
         self.lose(link, flood)
         if link not in self._connections:
             self._flooders.add(connection.handle)
 
-    def _count(self, link: Link, connection: Connection, nbytes: int) -> None:
-        """Add to the count of bytes that wait on a link, or subtract if `nbytes` is negative."""
+    def _add_waiting(self, link: Link, connection: Connection, nbytes: int) -> None:
+        """Add to the bytes that wait on a link, or subtract if `nbytes` is negative."""
         connection.waiting_bytes += nbytes
-        self._shares.add(link.origin, link, nbytes)
+        self._waiting_bytes += nbytes
+        self._uncounted[link] = None
+
+    def _count(self, link: Link, connection: Connection) -> None:
+        """Bring what `_shares` knows of a link up to date. Idempotent."""
+        self._uncounted.pop(link, None)
+        if connection.waiting_bytes != connection.shared_bytes:
+            self._shares.add(link.origin, link, connection.waiting_bytes - connection.shared_bytes)
+            connection.shared_bytes = connection.waiting_bytes
 
     def _take_control(self) -> None:
         """Let what came over the control channel wait on its links. A message of an unknown connection opens one."""

@@ -64,6 +64,7 @@ class Sends(Programs[Sending]):
         self._quarantine_s = config.peer.timeout_s
         self.may_hold_slots = False
         """True if sends that were stopped may have left slots in flight."""
+        self.num_begun = 0
 
     def __repr__(self) -> str:
         active = [each.send.read.read_id for each in self.active.values()]
@@ -149,6 +150,7 @@ class Sends(Programs[Sending]):
         # the consumer waits for the first chunk, and Python would run for a while before it enters the loop
         self.refresh_endpoints()
         loop.begin(FIRST_PASSES if loop.copies.on_gpu else 1)
+        self.num_begun += 1
 
     def stop(self, send: Send) -> None:
         """Send no further chunk of a read; no effect if it has ended."""

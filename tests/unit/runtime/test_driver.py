@@ -313,3 +313,38 @@ def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
         assert decoded <= max(1, WORK_S / Slow.tick_s) * (sent // 250)
         assert driver.num_queued < MAX_QUEUED_EVENTS + sent // 250
     assert sum(isinstance(event, FromPeer) for event in handled) == sent
+
+
+def test_the_loop_posts_what_a_read_packs_before_the_driver_looks_at_anything_else(
+    deployment, monkeypatch
+):
+    world, p, _, consumer = deployment
+    done, datapath, links = [], p.driver.datapath, p.driver.links
+    submit, pump, poll = datapath.sends.submit, datapath.pump, links.poll
+    monkeypatch.setattr(
+        datapath.sends, "submit", lambda send: done.append("submit") or submit(send)
+    )
+    monkeypatch.setattr(datapath, "pump", lambda timeout_s: done.append("pump") or pump(timeout_s))
+    monkeypatch.setattr(links, "poll", lambda: done.append("poll") or poll())
+    consumer.load_from(world.engines[0], "r", [1, 2], [3, 4], 8)
+    assert world.run(world.is_quiet)
+    assert done.count("submit") == 1
+    assert done[done.index("submit") + 1] == "pump"
+
+
+def test_a_read_in_every_turn_does_not_keep_the_driver_from_everything_else(
+    deployment, monkeypatch
+):
+    _, p, _, _ = deployment
+    driver, polls = p.driver, []
+    take, poll = driver.links.poll_transport, driver.links.poll
+
+    def begin_a_send():
+        driver.datapath.sends.num_begun += 1
+        return take()
+
+    monkeypatch.setattr(driver.links, "poll_transport", begin_a_send)
+    monkeypatch.setattr(driver.links, "poll", lambda: polls.append(driver.num_turns) or poll())
+    for _ in range(8):
+        driver.turn(0.0)
+    assert len(polls) == 4
