@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 
 from kvconnector.datapath.device_memory import RELEASE_S
 from kvconnector.errors import TransportError
@@ -36,7 +37,11 @@ class CopyThreads:
         self._crew = Crew()
         self.address = ctypes.addressof(self._crew)
         self._load = os.open(_LOAD, os.O_RDONLY | os.O_CLOEXEC)
-        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        try:
+            self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        except OSError:
+            os.close(self._load)
+            raise
         self._crew.eventfd = self._eventfd
         self._threads: list[threading.Thread] = []
         for _ in range(num_helpers):
@@ -58,14 +63,16 @@ class CopyThreads:
 
     def close(self) -> None:
         """End the threads, each after its current piece. Idempotent. Raises TransportError: one does not end."""
-        if not self._threads:
+        if self._eventfd < 0:
             return
         self._crew.is_closed = 1
         os.eventfd_write(self._eventfd, len(self._threads))
+        until_s = time.monotonic() + RELEASE_S
         for thread in self._threads:
-            thread.join(RELEASE_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise TransportError("a thread that copies a read does not stop", timeout_s=RELEASE_S)
         self._threads.clear()
         os.close(self._eventfd)
         os.close(self._load)
+        self._eventfd = self._load = -1

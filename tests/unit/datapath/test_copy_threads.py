@@ -1,6 +1,7 @@
 """Direct reads that several threads copy: right bytes, and no end before the last thread has left."""
 
 import ctypes
+import errno
 import os
 import threading
 from contextlib import closing
@@ -160,20 +161,34 @@ class TestInTheDataPath:
         assert threading.active_count() == before - 3
 
 
-def test_fewer_helpers_do_if_the_system_refuses_threads(monkeypatch, caplog):
+@pytest.mark.parametrize("num_started", [0, 2])
+def test_fewer_helpers_do_if_the_system_refuses_threads(num_started, monkeypatch, caplog):
     start = threading.Thread.start
 
-    def start_two(thread):
-        if sum(each.name == "kvc-copy" for each in threading.enumerate()) == before + 2:
+    def start_some(thread):
+        if sum(each.name == "kvc-copy" for each in threading.enumerate()) == before + num_started:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     before = sum(each.name == "kvc-copy" for each in threading.enumerate())
-    monkeypatch.setattr(threading.Thread, "start", start_two)
+    files = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(threading.Thread, "start", start_some)
     monkeypatch.setattr(os, "cpu_count", lambda: 1 << 20)
     with closing(CopyThreads(3)) as opened:
-        assert opened.num_idle() == 2
-    assert "only 2 of 3" in caplog.text
+        assert opened.num_idle() == num_started
+    assert f"only {num_started} of 3" in caplog.text
+    assert os.listdir("/proc/self/fd") == files
+
+
+def test_without_descriptors_there_are_no_helpers_and_none_is_kept(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "no descriptor is free")
+
+    files = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "eventfd", fail)
+    with pytest.raises(OSError, match="no descriptor"):
+        CopyThreads(3)
+    assert os.listdir("/proc/self/fd") == files
 
 
 def test_only_idle_cores_help(threads, monkeypatch, tmp_path):
