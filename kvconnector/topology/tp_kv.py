@@ -561,6 +561,11 @@ def _reason(differing: Mapping[str, Mapping[str, object]]) -> str:
                 "; keys and values depend on this: both engines need the same config.json and the same --hf-overrides"
                 " (vLLM) or --json-model-override-args (SGLang)"
             )
+        if name.startswith("layers_"):
+            return (
+                "; layers that only one engine has, such as a draft model's, can change how it groups the others: start"
+                " both with the same speculative configuration"
+            )
         if "revision of " in name:
             return "; start both engines with the same --revision, or from the same files"
         for whole, planes in ((one, other), (other, one)):

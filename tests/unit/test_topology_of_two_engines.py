@@ -124,6 +124,20 @@ def test_one_engine_may_lack_the_other_ones_optional_layers(takes_draft, is_stat
     assert [segment.layers for segment in target.segments] == [(*LAYERS, 4, 5)]
 
 
+def test_layers_that_are_grouped_otherwise_are_refused_with_the_likely_cause():
+    """As vLLM does for a hybrid model whose draft layers outnumber one of its kinds."""
+
+    def cut(name, *groups):
+        parts = (FakePart("state", 1, 8, 2),)
+        shape = FakeModel(6, tuple(FakeGroup(layers, parts) for layers in groups))
+        sizes = {"block_sizes": [1] * len(groups), "tp_size": 1}
+        return cut_engine(shape, engine_id=name, stages=[range(6)], **sizes)
+
+    ours, theirs = cut("three", (0, 3), (1, 4), (2, 5)), cut("same", (0, 2, 4), (1, 3, 5), (0,))
+    with pytest.raises(IncompatiblePeerError, match="the same speculative configuration"):
+        topology(ours).check_compatible(theirs)
+
+
 def test_an_optional_layer_is_one_of_a_groups_layers():
     (rank,) = engine().ranks[:1]
     with pytest.raises(GeometryError, match="optional layers are some of its layers"):

@@ -485,7 +485,7 @@ def test_windows_whose_tokens_are_computed_again_are_refused():
     spec = attention(kv.SlidingWindowMLASpec, sliding_window=64, bounded_replay=True)
     with pytest.raises(GeometryError, match="SlidingWindowMLASpec") as refused:
         group_info(spec, 0, 1)
-    assert "computed again after a prefix hit" in refused.value.context["why"]
+    assert "--no-swa-bounded-replay" in refused.value.context["why"]
 
 
 def test_a_kind_that_a_later_release_adds_is_refused():

@@ -514,7 +514,10 @@ def group_info(
     if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec}:
         if not spec.prefix_replay_tokens:
             return keeps(keeps="window", extent_tokens=spec.sliding_window)
-        why = f"{spec.prefix_replay_tokens} tokens before its window are computed again after a prefix hit"
+        why = (
+            f"{spec.prefix_replay_tokens} tokens before its window are computed again after a prefix hit: start both"
+            " engines with --no-swa-bounded-replay"
+        )
     if type(spec) is ChunkedLocalAttentionSpec:
         return keeps(keeps="chunk", extent_tokens=spec.attention_chunk_size)
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
