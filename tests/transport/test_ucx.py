@@ -1,5 +1,6 @@
 """UCX transports: conformance within and between processes, loss of a peer, orderly shutdown."""
 
+import errno
 import gc
 import os
 import threading
@@ -15,6 +16,7 @@ from kvconnector.transport.tagged_messages import CONTROL_TAG_BIT, ControlMessag
 from kvconnector.transport.ucx import (
     UcxTransport,
     control,
+    listeners,
     load_library,
     open_ucx_transport,
     transport,
@@ -227,6 +229,26 @@ def test_a_peer_with_another_ucx_is_refused_at_the_connection():
         ours.connect(other.encode())
     ours.close()
     theirs.close()
+
+
+def test_a_transport_that_cannot_be_opened_leaves_no_descriptor(monkeypatch):
+    """Such as where this process may open no more files."""
+    list_files, calls = os.listdir, []
+
+    def fail(place):
+        calls.append(place)
+        if len(calls) == 2:
+            raise OSError(errno.EMFILE, "too many open files")
+        return list_files(place)
+
+    open_ucx_transport().close()
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as full:
+        full.setattr(listeners.os, "listdir", fail)
+        with pytest.raises(TransportError, match="too many open files"):
+            open_ucx_transport()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_transport_needs_no_thread_and_leaves_no_descriptor():

@@ -17,6 +17,8 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
+from kvconnector.errors import TransportError
+
 _logger = logging.getLogger(__name__)
 
 FEW_DESCRIPTORS = 1024
@@ -42,9 +44,15 @@ def log_descriptor_limit() -> None:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each socket of this process, by descriptor."""
+    """Return the inode of each socket of this process, by descriptor. Raises TransportError: no file may be opened."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError as error:
+        raise TransportError(
+            "the files of this process cannot be listed", reason=str(error)
+        ) from error
+    for name in names:
         with suppress(OSError):  # closed meanwhile
             kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
             if kind == "socket":

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -99,19 +99,20 @@ class UcxTransport:
         options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
             options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
-        self._context = Context(library, options)
-        try:
+        with ExitStack() as opened:
+            self._context = Context(library, options)
+            opened.callback(self._context.close)
             resources = self._context.resources()
             sockets = open_sockets()
             self._libucp = Libucp(self._context)
+            opened.callback(self._libucp.close)
             self._listeners = Listeners(before=sockets)
-        except TransportError:
-            self._context.close()
-            raise
+            address = self._libucp.address()
+            opened.pop_all()
         self._local = WorkerAddress(
             *this_process(),
             shares_memory=any(name in SHARED_MEMORY_TRANSPORTS for name, _ in resources),
-            ucx_address=self._libucp.address(),
+            ucx_address=address,
             tcp_segment_bytes=tcp_segment_bytes,
             ucx_version=library.version[:2],
         )
