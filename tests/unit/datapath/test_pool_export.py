@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct import remote_pools
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import export_pools
+from kvconnector.datapath.direct.cuda_segments import Mapping
+from kvconnector.datapath.direct.export import _tables_of, export_pools
 from kvconnector.datapath.direct.export_check import check_export, rows_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError, TransportError
@@ -121,6 +122,28 @@ def test_of_pools_that_cannot_be_mapped_nothing_stays_open(monkeypatch):
     with pytest.raises(TransportError, match="no GPU"):
         RemotePools(worker.changed(device="cuda", ranges=(), allocations=(GPU,)), "cuda:0")
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_pools_that_grow_export_the_blocks_that_have_memory_in_every_part():
+    shape = FakeEngine("p", attention_model(num_layers=1), num_blocks=(8,))
+    caches = FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(0))
+    pools = Pools(caches.groups(), "cpu")
+    k, v = sorted(pools.ranges())
+
+    def exported(**eighths):
+        halves = zip((k, v), (eighths["k"], eighths["v"]), strict=True)
+        return _tables_of(
+            pools, [], [Mapping(at, n * (stop - at) // 8) for (at, stop), n in halves]
+        )
+
+    for eighths, num_blocks in (
+        ({"k": 8, "v": 8}, 8),
+        ({"k": 8, "v": 3}, 3),
+        ({"k": 1, "v": 2}, 1),
+    ):
+        assert [each.num_blocks for each in exported(**eighths)] == [num_blocks]
+    with pytest.raises(TransportError, match="has no memory yet"):
+        exported(k=8, v=0)
 
 
 @given(
