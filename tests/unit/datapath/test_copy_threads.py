@@ -132,10 +132,11 @@ class TestInTheDataPath:
 
     @pytest.mark.parametrize("stops", [True, False], ids=["stopped", "all begun"])
     def test_a_read_is_over_only_when_the_last_helper_has_left(self, pair, stops):
-        fences = []
+        fences, helpers = [], []
 
         @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
         def read_function(context, jobs, fence, value):
+            helpers.append((ctypes.c_int64 * 4).from_address(jobs)[3])
             fences.append(np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(fence)))
             fences[-1][0] = HELPER + (OPEN if stops else value)
             return MORE if stops else ALL
@@ -152,6 +153,7 @@ class TestInTheDataPath:
         assert pair.find(kind, 1) is None
         fences[-1][0] -= HELPER
         only_consumer_steps(pair, 1, kind)
+        assert set(helpers) == {3}
 
     def test_close_ends_the_threads_in_the_middle_of_a_read(self, pair):
         before = threading.active_count()
