@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import BlockGeometry, naive_slot
 from kvconnector.integrations.vllm.blocks import unwritten_slots
+from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
 from kvconnector.layout import ContextParallel
@@ -15,7 +18,15 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry, PartGeometry
-from tests.vllm.cache_world import NAMES, SIZE, attention, placed, registered
+from tests.vllm.cache_world import (
+    NAMES,
+    SIZE,
+    attention,
+    one_group,
+    placed,
+    registered,
+    vllm_config,
+)
 from tests.vllm.test_worker_half import TakingWorker, worker_half
 
 pytestmark = pytest.mark.vllm
@@ -122,6 +133,24 @@ def test_slots_around_a_load_are_zero(name):
         found = {tuple(place) for place in zero.all(dim=(1, 3)).nonzero().tolist()}
         assert found == {(block, slot) for block, slots in expected.items() for slot in slots}
         assert int((caches[layer] == 0).sum()) == len(found) * zero[0, :, 0].numel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_of_a_layer_that_the_other_engine_may_lack_are_zero(layout, device):
+    """All blocks of the load's tokens, in this layer alone."""
+    config, caches = one_group(attention(), layout, device=device)
+    engine = vllm_config("FLASHINFER")
+    engine.speculative_config = SimpleNamespace(draft_model_config=None)
+    engine.model_config.get_total_num_hidden_layers = lambda: len(NAMES) - 1
+    (group,) = register_groups(engine, config, caches, placed())
+    assert group.cache.geometry.optional_layers == (len(NAMES) - 1,)
+    for cache in caches.values():
+        cache.fill_(float("nan"))
+    clear_unwritten([group], load([2, 3, 1], (SIZE, 3 * SIZE)))
+    for layer in NAMES:
+        zero = (caches[layer] == 0).flatten(1).all(dim=1).nonzero().flatten().tolist()
+        assert zero == ([1, 3] if layer == NAMES[-1] else [])
 
 
 @pytest.mark.parametrize("is_needed", [True, False])

@@ -43,10 +43,13 @@ def _clear_optional(groups: Sequence[RegisteredGroup], load: LoadRequest) -> Non
             continue
         size = geometry.virtual_block_tokens
         held = blocks.covering(range(*tokens), size, what="a load's blocks").block_ids
-        ids = torch.tensor(group.tensor_block_ids(held.tolist()))
+        ids = group.tensor_block_ids(held.tolist())
         for name, tensor in group.tensors.items():
             if layer_number(name) in geometry.optional_layers:
-                tensor[ids.to(tensor.device)] = 0
+                # from pageable memory the copy would wait for the step's kernels
+                index = torch.tensor(ids, pin_memory=tensor.is_cuda)
+                index = index.to(tensor.device, non_blocking=True)
+                tensor.view(torch.uint8).index_fill_(0, index, 0)
 
 
 class FailedParts:
