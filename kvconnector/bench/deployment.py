@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
 
+from kvconnector.bench.environment import free_memory_bytes
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.shapes import EngineShape, rank_geometry, with_types
-from kvconnector.bench.sizes import format_move
+from kvconnector.bench.sizes import format_bytes, format_move
 from kvconnector.errors import ConfigError
 
 SPARE_FACTOR = 2
@@ -146,6 +148,20 @@ class Deployment:
             )
             for part in group.parts
         )
+
+    def check_memory(self, sides: Iterable[str]) -> None:
+        """Raise ConfigError if this host has no room for the caches of these engines on CPUs: its kernel would end
+        whichever process it likes.
+        """
+        needed = sum(map(self.pool_bytes, sides)) if self.options.device == "cpu" else 0
+        free = free_memory_bytes()
+        if needed > free > 0:
+            raise ConfigError(
+                "this host has too little free memory for the caches: give fewer --tokens, fewer layers as in"
+                f" --model {self.options.model.name},layers=4, or fewer ranks",
+                needed=format_bytes(needed),
+                free=format_bytes(free),
+            )
 
     @property
     def _longest(self) -> int:

@@ -10,14 +10,11 @@ from types import MappingProxyType
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import ROUTER_HOP_S, Engine, EngineProcess
-from kvconnector.bench.environment import free_memory_bytes
 from kvconnector.bench.options import SettingsByPart
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import ContenderKind
-from kvconnector.bench.sizes import format_bytes
-from kvconnector.errors import ConfigError
 
 ROLES = {"prefill": "producer", "decode": "consumer"}
 
@@ -47,21 +44,6 @@ class Runner:
         """Undo `pause`."""
 
 
-def _check_memory(deployment: Deployment) -> None:
-    """Raise ConfigError if this host has no room for the caches: the kernel would end whichever process it likes."""
-    options = deployment.options
-    sides = ["decode"] if options.connect else [*deployment.shapes]
-    needed = sum(map(deployment.pool_bytes, sides)) if options.device == "cpu" else 0
-    free = free_memory_bytes()
-    if needed > free > 0:
-        raise ConfigError(
-            "this host has too little free memory for the caches: give fewer --tokens, fewer layers as in"
-            f" --model {options.model.name},layers=4, or fewer ranks",
-            needed=format_bytes(needed),
-            free=format_bytes(free),
-        )
-
-
 class ProcessPair(ExitStack, Runner):
     """Two engines' processes, with agents of `PEERS[peer]` or the connector. `close` ends them.
 
@@ -73,7 +55,7 @@ class ProcessPair(ExitStack, Runner):
         self.deployment = deployment
         self.engines: dict[str, EngineProcess] = {}
         self._peer = peer
-        _check_memory(deployment)
+        deployment.check_memory(["decode"] if deployment.options.connect else deployment.shapes)
         try:
             for side in deployment.shapes:
                 self.engines[side] = self.enter_context(EngineProcess(deployment, side, peer=peer))

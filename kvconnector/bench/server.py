@@ -66,13 +66,14 @@ class _Client(ExitStack):
         peer: int | None,
         variables: dict[str, str],
     ) -> None:
-        """Start a producer's processes, with the client's variables for tuning. Raises ConfigError: the versions differ
-        or another process measures here.
+        """Start a producer's processes, with the client's variables for tuning. Raises ConfigError: the versions
+        differ, another process measures here, or this host has no memory for the caches.
         """
         if version != __version__:
             raise ConfigError("versions differ", server=__version__, client=version)
         if {each.session for each in self._others.values()} - {"", session}:
             raise ConfigError("the server is busy with another measurement")
+        deployment.check_memory(["prefill"])
         self.session = session
         tuning = {name: value for name, value in variables.items() if name.startswith(TUNING)}
         environment = tuning | peer_variables(peer, deployment.options.tls)
@@ -140,7 +141,7 @@ class ServedProcess:
             for event in self._channel.poll(left_s):
                 if isinstance(event, Disconnected):
                     raise CallFailedError(
-                        f"{self._where} cannot be reached: {event.error}; is `kvconnector bench serve`"
+                        f"{self._where} cannot be reached: {event.error.statement}; is `kvconnector bench serve`"
                         " running there, are its keys ours, and is the port open between the hosts?"
                     ) from event.error
                 return event.payload

@@ -13,6 +13,7 @@ from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import Measurement
 from kvconnector.cli import main
+from kvconnector.errors import ConfigError
 from tests.hosts.network import Network, missing
 from tests.support.forked import environment
 from tests.support.keys import keyed_controls
@@ -96,6 +97,14 @@ def test_a_client_sets_no_variables_of_a_server_but_those_for_tuning(monkeypatch
     with engine_process.Engine(Deployment(BenchOptions()), "prefill") as engine:
         passed = engine.serve_perftest("auto", {"LD_PRELOAD": "x", "UCX_TLS": "tcp"})
     assert passed == ("auto", {"UCX_TLS": "tcp"})
+
+
+def test_a_server_refuses_caches_that_its_host_has_no_memory_for(monkeypatch):
+    monkeypatch.setattr(server, "Child", Mock())
+    monkeypatch.setattr("kvconnector.bench.deployment.free_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"too little free memory .*free='1 MiB'"):
+        server._Client({}).open(server.__version__, "s", Deployment(BenchOptions()), None, {})
+    assert not server.Child.called
 
 
 @pytest.mark.parametrize("path, has_share", [("packed", True), ("direct", False)])

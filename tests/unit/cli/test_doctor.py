@@ -9,7 +9,7 @@ import zmq
 
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import doctor_rdma, main
-from kvconnector.cli.console import Finding
+from kvconnector.cli.console import Finding, attempt
 from kvconnector.cli.doctor_peer import examine_params
 from kvconnector.cli.peer_greeting import reason_for_silence
 from kvconnector.control.security import CurveKeys, check_server, generate_keys
@@ -52,6 +52,14 @@ def test_a_working_machine_has_no_faults(capsys, monkeypatch):
     assert by_subject["direct reads"]["text"] == "engines of this host can read each other's pools"
     assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
+
+
+def test_doctor_does_not_advise_to_run_itself():
+    def fails():
+        raise TransportError("UCX refused its configuration", tls="x")
+
+    (finding,) = attempt("ucx", fails)
+    assert finding.text == "TransportError: UCX refused its configuration [tls='x']"
 
 
 @pytest.mark.parametrize(
