@@ -242,8 +242,10 @@ class CudaCopies(Copies):
             self._prepare(theirs, ours, num_heads, count)
 
     def finish(self) -> None:
-        for stream in self.streams.copies:
-            await_device(partial(self._is_idle, stream), "copies on the GPU do not end")
+        # one wait for all of them: each would have as long as a closing data path has in all
+        await_device(
+            lambda: all(map(self._is_idle, self.streams.copies)), "copies on the GPU do not end"
+        )
 
     def check_device(self) -> None:
         self._is_idle(self.streams.copies[FREE_STREAM])

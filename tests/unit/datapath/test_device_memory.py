@@ -15,6 +15,7 @@ from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.errors import TransportError
 from kvconnector.layout import Watermark
+from tests.support.fakes import FakeClock
 from tests.unit.datapath.pump_pair import Pair
 
 OK, NOT_READY, ILLEGAL_ADDRESS = 0, 600, 700
@@ -94,11 +95,24 @@ def _fails():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def copies_over(query):
+def copies_over(*queries):
     copies = CudaCopies.__new__(CudaCopies)  # otherwise made only on a GPU
-    copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])
+    copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=each) for each in queries])
     copies.pools = SimpleNamespace(device="cuda:0")
     return copies
+
+
+def test_all_streams_of_copies_have_one_time_to_end(monkeypatch):
+    """A closing worker waits no longer for four streams than for one."""
+    clock = FakeClock(0.0)
+    monkeypatch.setattr(
+        device_memory, "time", SimpleNamespace(monotonic=clock, sleep=clock.advance)
+    )
+    seconds = device_memory.RELEASE_S * 0.4
+    copies = copies_over(*(lambda n=n: clock.now_s > n * seconds for n in (1, 2, 3, 4)))
+    with pytest.raises(TransportError, match="do not end"):
+        copies.finish()
+    assert clock.now_s < device_memory.RELEASE_S + 2 * device_memory.POLL_S
 
 
 @pytest.mark.usefixtures("no_patience")
