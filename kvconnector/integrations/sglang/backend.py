@@ -480,6 +480,7 @@ def note_end(buffers: Any, req: Any) -> None:
     """Record the end of a prompt on its sender: a hook before `set_buf`, which fills the row of metadata."""
     sender = req.disagg_kv_sender
     if isinstance(sender, SentPrompt) and sender.identity is not None:
+        sender.prompt_tokens = len(req.origin_input_ids)
         versions = {*sender.weights, sender.kv_mgr.weight_version()}
         sender.prompt_end = prompt_end_of(req, sender.identity(), name_of_weights(versions))
 

@@ -46,6 +46,7 @@ from typing import Any, ClassVar, NoReturn
 from kvconnector import errors
 from kvconnector.control.address import HostPort
 from kvconnector.errors import (
+    BlockIdError,
     IncompatiblePeerError,
     KVConnectorError,
     LocalError,
@@ -201,6 +202,8 @@ class SentPrompt(RoomTransfer):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.num_tokens = 0
         """Tokens published so far."""
+        self.prompt_tokens = 0
+        """The prompt's length, in ranks in which SGLang tells it at the end; else 0."""
         self.weights: set[str] = set()
         """The versions of the weights with which they were computed."""
         self._pages = NO_BLOCKS
@@ -262,10 +265,10 @@ class SentPrompt(RoomTransfer):
         early, self._early_send_wait_event = self._early_send_wait_event, None
         layout, pages = self.kv_mgr.layout, [int(page) for page in kv_indices]
         with self.failing(), self.kv_mgr.after(early):
+            count = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
+            self._check_chunk(len(pages), count, is_last=state_indices is not None)
             self._pages = self._pages.extended(pages)
-            self.num_tokens += (
-                len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
-            )
+            self.num_tokens += count
             if state_indices is None:
                 self._grow()
                 return
@@ -273,6 +276,26 @@ class SentPrompt(RoomTransfer):
             blocks = layout.blocks(self._pages, state_indices, self._row, self.num_tokens)
             self._transfer(
                 HoldRequest(*self._names, blocks, self.num_tokens, extra=self.prompt_end)
+            )
+
+    def _check_chunk(self, num_pages: int, num_tokens: int, *, is_last: bool) -> None:
+        """Check that a chunk goes on where the last one ended: decode engines find a token by its place in the pages.
+
+        Raises:
+            BlockIdError: its tokens do not fit its pages, or it ends the prompt elsewhere. SGLang 0.5.21 sends a chunk
+                with a negative number of tokens if it is paused (`retract`) during the first step of a prompt.
+        """
+        size, stop = self.kv_mgr.layout.page_size, self.num_tokens + num_tokens
+        is_held = num_pages == -(-stop // size) - -(-self.num_tokens // size)
+        is_all = not (is_last and self.prompt_tokens) or stop == self.prompt_tokens
+        if num_tokens < 0 or not is_held or not is_all:
+            raise BlockIdError(
+                "SGLang published a chunk that is not the next one of its prompt: send the request again",
+                room=self.room,
+                pages=num_pages,
+                page_size=size,
+                tokens=(self.num_tokens, stop),
+                prompt_tokens=self.prompt_tokens or None,
             )
 
     def _grow(self) -> None:

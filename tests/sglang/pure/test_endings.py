@@ -237,6 +237,39 @@ def test_a_room_that_is_drawn_twice_ends_only_the_second_request(patient):
     patient.check(OTHERS, TOKENS)
 
 
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        (
+            [6, 7, 8, 9, 10],
+            None,
+            -16,
+        ),  # of SGLang 0.5.21, if it is paused during a prompt's first step
+        ([1, 2, 3, 4], None, 16),  # its first chunk once more
+        ([5], None, 5),
+        ([5, 6], None, 4),
+        ([5], [], 1),  # its end, too early
+    ],
+    ids=["before its beginning", "again", "too many tokens", "too many pages", "too short"],
+)
+def test_a_chunk_that_is_not_the_next_one_of_its_prompt_fails_it_alone(patient, chunk):
+    (sent,), wanted = patient.send(14), patient.want(14)
+    (other,), others = patient.send(15), patient.want(15)
+    for each in (sent, other):
+        each.prompt_tokens = TOKENS
+        patient.compute([each], PAGES, 0, 16)
+    patient.load(wanted, OTHERS, TOKENS)
+    sent.send(*chunk)
+    if sent.poll() is not Stage.FAILED:
+        patient.compute([sent], PAGES, 16, TOKENS, is_last=True)
+    assert {*patient.until_over(sent, *wanted)} == {Stage.FAILED}
+    assert isinstance(error_of(sent), BlockIdError)
+    patient.compute([other], PAGES, 16, TOKENS, is_last=True)
+    patient.load(others, OTHERS, TOKENS)
+    assert {*patient.until_over(other, *others)} == {Stage.DONE}
+    patient.check(OTHERS, TOKENS)
+
+
 @pytest.mark.parametrize("is_prefill_first", [True, False], ids=["prefill", "decode"])
 def test_a_room_is_for_one_request_whichever_engine_is_asked_first(patient, is_prefill_first):
     sent, wanted = _computed(patient, 8), patient.want(8)
