@@ -50,8 +50,10 @@ from kvconnector.errors import (
     IncompatiblePeerError,
     KVConnectorError,
     LocalError,
+    OtherPromptError,
     PeerLostError,
     PeerUnreachableError,
+    ReadRefusedError,
     RemoteError,
     RemoteProtocolError,
     TransferAbortedError,
@@ -606,4 +608,8 @@ def error_from(reason: str, room: int) -> KVConnectorError:
         kind, text = RemoteError, reason
     if USED_NAMES in text:
         return LocalError(DRAWN_TWICE, room=room)
+    if kind is ReadRefusedError:  # both engines have agreed on all but the prompt
+        kind = OtherPromptError
+        text = text.removesuffix(f"; {ReadRefusedError.advice()}")
+        text = f"the prefill engine does not hold what this prompt needs, as if it had a longer one: {text}"
     return kind(text.removesuffix(f"; {kind.advice()}"), room=room)

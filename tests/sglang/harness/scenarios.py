@@ -438,7 +438,11 @@ def images(pair, outcome):
     submitted = [pair.submit(text, **media) for text, media in at_once]
     for each, right in zip(submitted, expected, strict=True):
         pair.compare(outcome, "at once", each, right)
-    for computed, wanted, said in ((one, other, "images"), (one, {}, ""), ({}, one, "a shorter")):
+    for computed, wanted, said in (
+        (one, other, "images"),
+        (one, {}, "a longer"),
+        ({}, one, "a shorter"),
+    ):
         # without an image the prompt has its place all the same, as one token
         mixed = pair.submit(prompt, per_side={"prefill": computed, "decode": wanted})
         mixed.prefill.answer()
