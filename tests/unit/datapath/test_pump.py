@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump import pacing
+from kvconnector.datapath.pump import copies_cpu, pacing
 from kvconnector.datapath.pump.receives import new_tags
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import MAX_CHUNKS
@@ -396,3 +396,16 @@ def test_notifying_a_closed_data_path_writes_to_no_reused_descriptor(make_pair):
         os.close(number)
         if others != number:
             os.close(others)
+
+
+@pytest.mark.parametrize("num_tokens, is_large", [(48, True), (1, False)])
+def test_only_large_reads_are_unpacked_past_the_processors_caches(make_pair, num_tokens, is_large):
+    """What is packed is sent at once, and is read from the caches; what was unpacked is read much later."""
+    pair = make_pair(min_streamed_bytes=1000)
+    _, _, send, receive = both_programs(pair, range(num_tokens), **SMALL)
+    assert (receive.source.total_bytes >= 1000) == is_large
+    for side, half, packing in ((pair.p, send, True), (pair.d, receive, False)):
+        jobs = side.path.copies.make_jobs(half.source, half.blocks, packing=packing)
+        words, *_ = jobs.memory
+        past_caches = set(words[copies_cpu._IS_STREAMED :: copies_cpu._JOB_WORDS])
+        assert past_caches == {int(is_large and not packing)}
