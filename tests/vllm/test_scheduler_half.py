@@ -99,6 +99,44 @@ def test_a_partly_filled_block_is_not_offered(world, num_tokens, is_offered):
     assert (outputs[-1].kv_transfer_params is not None) == is_offered
 
 
+def _end_preempted(engine, request):
+    """Preempt a request while the step that samples its last token is under way. Returns the step's output."""
+    planned = engine.scheduler.schedule()
+    assert request.request_id in planned.num_scheduled_tokens
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    with patch.object(engine, "_has_prompt", return_value=True):
+        (output,) = engine.complete(planned)
+    assert request.is_finished()
+    return output
+
+
+ASYNC = {"is_async": True, "engine": {"async_scheduling": True}}
+
+
+@pytest.mark.parametrize("params", [w.REMOTE_DECODE, w.REMOTE_DECODE | w.TRANSFER])
+def test_a_prompt_that_is_preempted_before_its_token_comes_is_not_offered(world, params):
+    """vLLM delivers the token, but the blocks are other requests' by then."""
+    engine = world(role="kv_producer", **ASYNC)
+    request = engine.add(100, dict(params), max_tokens=1)
+    assert _end_preempted(engine, request).kv_transfer_params is None
+    news, _ = engine.step()
+    # a decode engine that follows the prompt may be reading them
+    assert (news.withdrawn, news.holds) == (["r1"] if "transfer_id" in params else [], [])
+    assert (engine.scheduler.requests, engine.used_blocks) == ({}, 0)
+
+
+def test_a_loaded_request_that_is_preempted_before_its_last_token_ends_alone(world):
+    """Its block that a load has filled in part is gone, like all others."""
+    engine = world(role="kv_both", specs=WINDOWED, bidirectional_kv_xfer=True, **ASYNC)
+    offer = w.offer(100, **HALVES, remote_first_blocks=[0, 3])
+    request = engine.add(100, offer, max_tokens=1)
+    engine.step()
+    engine.step(finished_recving={"r1"})
+    assert _end_preempted(engine, request).kv_transfer_params is None
+    assert (engine.scheduler.requests, engine.used_blocks) == ({}, 0)
+
+
 WIDE = attention(num_kv_heads=HEADS * 2, head_size=DIM // 2)
 
 

@@ -466,16 +466,8 @@ class SchedulerHalf:
             return None
         # the last sampled token is not in the cache
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if self._has_lost_states(request, num_tokens):
-            return None
-        if self.partly_filled.are_in(request.request_id, block_ids):
-            return None
-        held = [
-            request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
-        ]
-        # of a chunk that the next token begins nothing is kept, and nothing is missing
-        missing = (retention_of(info).missing(0, num_tokens) for info in self._groups)
-        if any(needed and not ids for needed, (ids, _) in zip(missing, held, strict=True)):
+        held = self._held(request, block_ids, num_tokens)
+        if held is None:
             return None
         is_whole = not is_decoder and request.request_id not in self._shortened
         token = self.first_tokens.of(request) if is_whole else None
@@ -504,6 +496,28 @@ class SchedulerHalf:
         elif token is not None:
             offer[FIRST_TOKEN] = token
         return offer
+
+    def _held(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], int]] | None:
+        """Return the blocks of a request's first `num_tokens` tokens in each group, as `request_blocks`; None if they
+        do not hold all that another engine needs to continue.
+        """
+        if num_tokens <= 0:
+            return (
+                None  # preempted while its last token was under way: its blocks are given to others
+            )
+        if self._has_lost_states(request, num_tokens):
+            return None
+        if self.partly_filled.are_in(request.request_id, block_ids):
+            return None
+        held = [
+            request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
+        ]
+        # of a chunk that the next token begins nothing is kept, and nothing is missing
+        missing = (retention_of(info).missing(0, num_tokens) for info in self._groups)
+        lacks = any(needed and not ids for needed, (ids, _) in zip(missing, held, strict=True))
+        return None if lacks else held
 
     def _identity(self, request: Request, num_tokens: int, *, is_decoder: bool) -> dict[str, Any]:
         """Return the keys of an offer that say what its cache depends on: other prompts' requests do not load it."""
