@@ -143,9 +143,17 @@ def _metrics_url(endpoint: str) -> str:
 
 
 def _fetch(url: str) -> bytes:
+    """Return a page. Raises OSError: it has not come whole within `TIMEOUT_S`, or is too long."""
+    until_s, content = time.monotonic() + TIMEOUT_S, bytearray()
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # http(s), see _metrics_url
-        content: bytes = answer.read(MAX_METRICS_BYTES)
-    return content
+        while piece := answer.read1(1 << 16):
+            content += piece
+            # the socket's own limit is for each piece
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the page did not come within {TIMEOUT_S:g} s")
+            if len(content) > MAX_METRICS_BYTES:
+                raise OSError(f"the page has more than {MAX_METRICS_BYTES >> 20} MiB")
+    return bytes(content)
 
 
 def _examine(url: str) -> dict[str, Snapshot] | str:

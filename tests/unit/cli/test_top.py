@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvconnector.cli import main
+from kvconnector.cli import top as top_module
 from kvconnector.cli.top import MAX_LOADS, read_snapshots
 from kvconnector.integrations import prometheus
 from kvconnector.integrations.prometheus import EngineMetrics
@@ -80,6 +81,41 @@ def test_engines_are_asked_at_once_so_that_a_silent_one_does_not_delay_the_other
     assert not barrier.broken
     found = json.loads(capsys.readouterr().out)
     assert [[*each] for each in found.values()] == [["d0"], ["d0"]]
+
+
+def test_a_page_that_never_ends_is_given_up(monkeypatch, capsys):
+    monkeypatch.setattr(top_module, "TIMEOUT_S", 0.3)
+    is_over = threading.Event()
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while not is_over.wait(0.02):
+                    self.wfile.write(b"#")
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        assert main(["top", f"127.0.0.1:{server.server_port}", "--count", "1"]) == 1
+    finally:
+        is_over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert "the page did not come within 0.3 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [b"\xff\xfe", b"<html>", b"kvconnector_loads_in_flight x\n"])
+def test_a_page_without_metrics_is_named_with_the_reason(page, capsys):
+    with serving([page]) as endpoint:
+        assert main(["top", endpoint, "--count", "1"]) == 1
+    assert f"{endpoint}/metrics: " in capsys.readouterr().out
 
 
 def test_loads_under_way_are_shown_with_their_progress(capsys):
