@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,6 +86,7 @@ class Worker:
         self._incarnation = new_incarnation()
         self._outbox = Outbox()
         self._engine: EngineGeometry | None = None
+        self._beginning = threading.Lock()
         self._thread: DriverThread | None = None
         self._process = OwnProcess("worker")
         self._was_registered = False
@@ -231,14 +233,7 @@ class Worker:
         if self._is_quiet:
             step = structs.replace(step, orders=self._without_blocks(step.orders))
         if self._engine is None:
-            if step.engine is None:
-                raise LocalError(
-                    "the first step with requests must carry the engine's geometry",
-                    rank=str(self._rank),
-                )
-            self._check_engine(step.engine, pools)
-            thread.begin(step.engine, self._incarnation)
-            self._engine = step.engine
+            self._begin(step.engine, thread)
         orders = checked_orders(step, pools, self._config.role, self._outbox.note_contained)
         if orders:
             if self._config.role != "consumer":
@@ -247,6 +242,20 @@ class Worker:
             thread.put(orders, inline_s=began_s + pacing.WORK_S - time.monotonic())
             if withdrawn:
                 thread.await_withdrawal(withdrawn, WITHDRAW_S)
+
+    def _begin(self, engine: EngineGeometry | None, thread: DriverThread) -> None:
+        """Start the driver with the first step. Raises LocalError: see `start_step`."""
+        if engine is None:
+            raise LocalError(
+                "the first step with requests must carry the engine's geometry",
+                rank=str(self._rank),
+            )
+        self._check_engine(engine, thread.pools)
+        # an engine that calls from two threads must not start two drivers over one data path: neither would end
+        with self._beginning:
+            if self._engine is None:
+                thread.begin(engine, self._incarnation)
+                self._engine = engine
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
         """End the requests of orders that did not reach this worker, or that it could not carry out. `poll` reports

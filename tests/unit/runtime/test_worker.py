@@ -326,6 +326,33 @@ def test_a_forked_child_can_use_neither_half_and_harms_neither(tmp_path):
 
 
 @pytest.mark.ucx
+def test_two_threads_that_take_the_first_step_start_one_driver(monkeypatch):
+    begun, both = [], threading.Barrier(2, timeout=DEADLINE_S)
+    check, begin = kvc.Worker._check_engine, driver_thread.DriverThread.begin
+
+    def meet(worker, *arguments):
+        check(worker, *arguments)
+        both.wait()
+
+    def count(thread, *arguments):
+        begun.append(thread)
+        begin(thread, *arguments)
+
+    monkeypatch.setattr(kvc.Worker, "_check_engine", meet)
+    monkeypatch.setattr(driver_thread.DriverThread, "begin", count)
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            steps = [scheduler.build_step()] * 2
+        threads = [threading.Thread(target=worker.start_step, args=(step,)) for step in steps]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(begun) == 1
+
+
+@pytest.mark.ucx
 @pytest.mark.parametrize("seconds", [None, "1", float("nan"), float("inf"), True])
 def test_a_wait_is_a_finite_number_of_seconds(seconds):
     with _worker() as worker:
