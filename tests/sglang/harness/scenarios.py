@@ -383,6 +383,13 @@ def mixed_up(pair, outcome):
     answer, log = decode.answer(), pair.decode.log_text()
     _check_failed(outcome, "a different prompt", answer, log, errors.OtherPromptError)
     outcome.check("where to try again", "(retry: never)" in answer.error)
+    room, expected = secrets.randbits(62) + 1, pair.alone(one)
+    first, second = (pair.submit(prompt, room=room) for prompt in (one, other))
+    pair.compare(outcome, "the first of a room", first, expected)
+    answers = second.prefill.answer(), second.decode.answer()
+    outcome.check("the second fails on both sides", all(each.error for each in answers))
+    said = "draw a new one for each request" in answers[1].error
+    outcome.check(f"and says why: {answers[1].error}", said)
     pair.check_idle(outcome)
     pair.ask(outcome, "afterwards", other)
 
