@@ -59,11 +59,11 @@ def add_choice() -> None:
 
 
 def admit_split(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Let a model's options pass where SGLang splits a cache by layers, which it wants of the backend mooncake alone: a
-    hook around its step `OPTIONS_OF_MODEL`.
+    """Let SGLang split a cache by layers with our backend: a hook around its step `OPTIONS_OF_MODEL`.
 
-    All other checks of the step run as ever. It reads what earlier steps have declared before it reads the options
-    themselves, so for its time one more declaration says that the backend is the one that it asks for.
+    The step accepts that option for the backend mooncake alone, and checks much else, which must stay checked. It reads
+    an option from the declarations of earlier steps first, and from the command line only if there is none. So while
+    the step runs, one more declaration says that the backend is mooncake.
     """
     is_ours = getattr(server_args, "disaggregation_transfer_backend", "") == NAME
     is_split = getattr(server_args, "enable_dsa_cache_layer_split", False)

@@ -39,6 +39,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """SGLang's options for media that no processor reads, or whose effect no feature shows."""
+# environment variables that change what a processor makes of an image, a video or audio
 _VARIABLES = re.compile(
     r"(SGLANG|SGL|VIDEO|IMAGE|AUDIO|XHS|FORCE_QWENVL)_\w*"
     r"(PIXEL|RESAMPLE|IMAGE|VIDEO|AUDIO|FRAME|FPS|QUALITY|MM_|CPU_ENGINE|RUST_SERVER|CUDA_IPC)"

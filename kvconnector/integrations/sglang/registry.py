@@ -64,8 +64,11 @@ def registry_key(room: int) -> int:
 
 
 class _Incoming(io.RawIOBase):
-    """What comes through a socket until `until_s`, however little at a time. `whole` is the file of it that the base
-    class of answers has opened, and keeps it open. Raises TimeoutError: the time is over.
+    """A socket's bytes as a file that ends with TimeoutError at `until_s`.
+
+    A socket's own timeout counts from byte to byte, so a registry that sends one byte now and then would never end.
+    `whole` is the file of the socket that the base class of answers has opened. It is kept, since the socket is closed
+    with it.
     """
 
     def __init__(self, connection: socket.socket, whole: io.BufferedIOBase, until_s: float) -> None:

@@ -97,7 +97,7 @@ def joined_groups(
     _check_owners(holdings, shape.num_layers)
     listed = [[kind for kind, _ in each.groups] for each in holdings]
     order = max(listed, key=len)
-    # of this rank's share of the heads, and if possible of a rank with such layers
+    # what a group looks like here: as at a rank with the same share of the heads, and best at one that has layers of it
     alike = [pair for each in holdings if each.tp_rank == shape.tp_rank for pair in each.groups]
     stated = dict(sorted(alike, key=lambda pair: bool(pair[1].layers)))
     is_ordered = all([kind for kind in order if kind in some] == some for some in listed)

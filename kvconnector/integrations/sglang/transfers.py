@@ -310,8 +310,10 @@ class SentPrompt(RoomTransfer):
             self.kv_mgr.poster.forget(self.room)
 
     def vote(self) -> int:
-        """Return what this rank contributes to SGLang's reduction, which takes the least of all ranks: its stage,
-        unless the prompt is complete and has failed.
+        """Return this rank's vote. SGLang takes the least vote of all ranks as the request's stage.
+
+        A rank votes for its own stage. If its prompt is complete and has failed, it votes for `WAITING`, so that every
+        rank learns of the failure, and for `DONE` as soon as nothing reads the prompt's pages any more.
         """
         stage = self.poll()
         if not self._is_complete or self.error is None:
@@ -441,7 +443,9 @@ class LoadedPrompt(RoomTransfer):
         self.kv_mgr.recomputer.ask(self.request_id, HostPort(host, port), self.recompute or {})
 
     def producer_started(self) -> None:
-        """Let SGLang allocate blocks: the prefill engine has some for the prompt, or never will, and the load fails."""
+        """Let SGLang allocate blocks. The prefill engine has blocks for the prompt; or it never will, and the load that
+        SGLang then starts fails.
+        """
         if self.stage is Stage.BOOTSTRAPPING:
             self.stage = Stage.WAITING
 
