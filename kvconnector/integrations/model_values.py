@@ -225,7 +225,7 @@ def _encoding(config: Any, given: Mapping[str, Any], yarn_scale: float | None) -
     return _bounded(f"{kind}({', '.join(stated)})", MAX_TEXT)
 
 
-def _scale_of_yarn(given: Mapping[str, Any], used: float | None) -> dict[str, float | None]:
+def _scale_of_yarn(given: Mapping[str, Any], used: float | None) -> dict[str, Any]:
     """Return the parameters that say by how much YaRN multiplies: `attention_factor` if that is not what follows from
     the others. Of an engine whose scale is known, what it was made from does not matter.
     """
@@ -233,7 +233,12 @@ def _scale_of_yarn(given: Mapping[str, Any], used: float | None) -> dict[str, fl
     names = ("attention_factor", "factor", "mscale", "mscale_all_dim")
     numbers: list[Any] = [values.get(name) for name in names]
     own, factor, mscale, of_all = numbers
-    stated = {} if used is None else {"attention_factor": used, "attn_factor": None}
+    stated: dict[str, Any] = {}
+    if used is not None:
+        stated = {"attention_factor": used, "attn_factor": None}
+        # only an engine whose scale is known reads it; others have it in their configuration all the same
+        if given.get("extrapolation_factor", 1) != 1:
+            stated |= {"extrapolation_factor": None, "extrapolated": given["extrapolation_factor"]}
     needed = (own, factor, mscale or 1, of_all or 1)
     if not all(isinstance(each, int | float) for each in needed):
         return stated

@@ -80,6 +80,9 @@ def test_yarns_scale_is_stated_if_it_does_not_follow_from_the_rest(mscales):
     assert encoding(given | {"attention_factor": implied}) == plain
     ignored = given | {"attention_factor": 1.0, "attn_factor": 2.0}
     assert encoding(ignored, yarn_scale=implied) == plain
+    assert encoding(given | {"extrapolation_factor": 1.0}, yarn_scale=implied) == plain
+    half = given | {"extrapolation_factor": 0.5}
+    assert encoding(half, yarn_scale=implied) not in {plain, encoding(half)}
     read = encoding(given | {"attention_factor": 1.5})
     assert read != plain
     assert encoding(ignored, yarn_scale=1.5) == read
