@@ -23,7 +23,8 @@ sleep a thread that waits for the GIL got it after at most 9 to 12 ms, and witho
 """
 ASK_FOR_LOCK_NS = 20_000
 """How long an engine's thread waits, while it holds the GIL, for the driver's thread to hand the lock over between two
-passes. Without this wait, an attempt to acquire the lock while the loop spins succeeds in 16 to 20 of 100 cases.
+passes. Without this wait, an attempt to acquire the lock while the loop spins succeeds in 16 to 20 of 100 cases, and a
+packed request of 32 MiB beside an engine of pure Python took 9.4 ms, not 2.0.
 """
 YIELD_S = 50e-6
 """How long a polling thread of the engine sleeps to give the GIL to a driver's thread that has waited long for it.
@@ -33,7 +34,8 @@ decides on, a packed request of 32 MiB beside an engine of pure Python took 2.2 
 LONG_GIL_WAIT_NS, LONG_STEP_NS = 500_000, 5_000_000
 """If the driver's thread waits longer than the first time for the GIL, and the engine polls at shorter intervals than
 the second, the loop offers its work to the engine for two such intervals. The interpreter takes the GIL from a thread
-after the second time, so it makes no sense to wait for an engine that polls less often.
+after the second time, so it makes no sense to wait for an engine that polls less often: work would wait for two of its
+intervals, however long.
 """
 
 # ---- pace: how often the loop looks ----
