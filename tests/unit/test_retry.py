@@ -76,7 +76,8 @@ def test_what_a_router_sees(kind, retry):
     assert ApiError.of_load(reason).body["error"]["retry"] == retry
     assert retry_in_answer(answer.status, answer.body) == retry
     of_sglang = error_from(reason, room=7)
-    assert type(of_sglang) is kind
+    # SGLang's engines have agreed on everything but the prompt before they read
+    assert type(of_sglang) is (e.OtherPromptError if kind is e.ReadRefusedError else kind)
     assert str(of_sglang).count(f"(retry: {retry})") == 1
 
 

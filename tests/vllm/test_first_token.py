@@ -62,7 +62,7 @@ def reported(world, num_tokens, sampling=None, **options):
 
 
 def of_token(extra, **changes):
-    _, digest, num_tokens, identity = msgspec.msgpack.decode(extra)
+    _, digest, num_tokens, identity, *_ = msgspec.msgpack.decode(extra)
     named = {"token": TOKEN, "digest": digest, "num_tokens": num_tokens, **changes}
     return msgspec.msgpack.encode([*named.values(), identity])
 

@@ -65,6 +65,7 @@ class Sends(Programs[Sending]):
         self.may_hold_slots = False
         """True if sends that were stopped may have left slots in flight."""
         self.num_begun = 0
+        """How many reads were handed to the loop."""
 
     def __repr__(self) -> str:
         active = [each.send.read.read_id for each in self.active.values()]
