@@ -504,9 +504,8 @@ class SchedulerHalf:
         do not hold all that another engine needs to continue.
         """
         if num_tokens <= 0:
-            return (
-                None  # preempted while its last token was under way: its blocks are given to others
-            )
+            # it was preempted while its last token was under way, and others have its blocks now
+            return None
         if self._has_lost_states(request, num_tokens):
             return None
         if self.partly_filled.are_in(request.request_id, block_ids):
