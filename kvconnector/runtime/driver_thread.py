@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread posts orders
-(`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL: in
-`put`, in `progress_inline` (called by `poll`), in `wait` and in `await_withdrawal`. The thread that drives holds the
-driver lock; see kernels/native/driver_lock.c.
+Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread posts orders (`put`),
+takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL: in `put`, in
+`progress_inline` (called by `poll`), in `wait` and in `await_withdrawal`. The thread that drives holds the driver lock;
+see kernels/native/driver_lock.c.
 
 Ownership. Both threads use the posted orders, a deque whose `append` and `popleft` are atomic, and the outbox, which
 has a lock. `_is_stopping`, `_failure` and `_in_use` are only ever set; each is set before whatever makes others look (a
-wake-up, the end of the thread). All else, from transport to sessions, belongs to the
-driver, and so to the lock's holder; `await_withdrawal` only looks up leases. `_held` keeps the owners of the caches'
-memory alive until `_release` has succeeded, maybe after the worker's end: until then something may read or write there.
+wake-up, the end of the thread). All else, from transport to sessions, belongs to the driver, and so to the lock's
+holder; `await_withdrawal` only looks up leases. `_held` keeps the owners of the caches' memory alive until `_release`
+has succeeded, maybe after the worker's end: until then something may read or write there.
 
-GPU order. `put` makes a mark in the engine's current stream before the orders are posted. The thread that takes
-them makes copies of these blocks wait for the mark. No thread waits for the GPU here.
+GPU order. `put` makes a mark in the engine's current stream before the orders are posted. The thread that takes them
+makes copies of these blocks wait for the mark. No thread waits for the GPU here.
 
 Inline progress. The engine's thread always releases the data path. A signal's handler runs between any two instructions
 of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release it.

@@ -88,7 +88,7 @@ class Worker:
         self._engine: EngineGeometry | None = None
         self._beginning = threading.Lock()
         self._thread: DriverThread | None = None
-        self._process = OwnProcess("worker")
+        self._process: OwnProcess
         self._was_registered = False
         self._num_optional = 0
         self._finalizer: weakref.finalize[..., Worker] | None = None

@@ -74,8 +74,10 @@ REFUSAL_OF = {
     LeaseState.EXPIRED: (Refusal.LEASE_EXPIRED, "the lease on the request's blocks has ended"),
     LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),
 }
-_USED_NAMES = "the transfer is complete: draw names anew"
-"""The error text for a transfer whose name was drawn by the router, which may use the name again by mistake."""
+USED_NAMES = "the transfer is complete: draw names anew"
+"""The error text for a transfer whose name was drawn by the router, which may use the name again by mistake. SGLang's
+decode engine recognises the refusal by it.
+"""
 
 
 class Lease(Tracked[LeaseState]):
@@ -164,7 +166,7 @@ class Lease(Tracked[LeaseState]):
         if isinstance(self.reason, OfferReclaimedError):
             return Refusal.RECLAIMED, self.reason.message
         is_named = self.is_streamed and outcome is LeaseState.RELEASED
-        return refusal, _USED_NAMES if is_named else text
+        return refusal, USED_NAMES if is_named else text
 
     def opens_with(self, secret: str) -> bool:
         """Returns True if a peer's secret is this lease's. Takes the same time no matter where they differ."""

@@ -116,7 +116,7 @@ ASYNC = {"is_async": True, "engine": {"async_scheduling": True}}
 
 @pytest.mark.parametrize("params", [w.REMOTE_DECODE, w.REMOTE_DECODE | w.TRANSFER])
 def test_a_prompt_that_is_preempted_before_its_token_comes_is_not_offered(world, params):
-    """vLLM delivers the token, but the blocks are other requests' by then."""
+    """vLLM delivers the token, but other requests have the blocks."""
     engine = world(role="kv_producer", **ASYNC)
     request = engine.add(100, dict(params), max_tokens=1)
     assert _end_preempted(engine, request).kv_transfer_params is None

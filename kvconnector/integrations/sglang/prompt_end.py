@@ -102,8 +102,7 @@ def prompt_end_of(req: Any, computed: Identity, weights: str = "") -> bytes:
     token = int(req.output_ids[0]) if drawn and req.output_ids else None
     end = PromptEnd(token, drawn, computed.num_tokens, computed, weights)
     encoded = msgspec.msgpack.encode(end)
-    if (
-        len(encoded) > MAX_EXTRA_BYTES
-    ):  # with an adapter, a salt, images and embeddings, all at once
+    # it is too long with an adapter, a salt, images and embeddings all at once
+    if len(encoded) > MAX_EXTRA_BYTES:
         return msgspec.msgpack.encode(msgspec.structs.replace(end, weights=""))
     return encoded

@@ -66,6 +66,7 @@ from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
 from kvconnector.integrations.sglang.stats import request_name
 from kvconnector.layout import Watermark
+from kvconnector.session.lease import USED_NAMES
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -79,8 +80,6 @@ DRAWN_TWICE = (
     "another request has or had this bootstrap_room, and a room names one transfer: let the router draw a new one for"
     " each request, from a generator that cannot be predicted"
 )
-USED_NAMES = "draw names anew"
-"""What the prefill engine's worker says of a transfer's names that were used before."""
 LOST = (PeerLostError, PeerUnreachableError, IncompatiblePeerError)
 """Errors after which an engine may have been started anew, elsewhere."""
 

@@ -242,25 +242,16 @@ def test_what_other_weights_have_computed_is_refused(computed, here, is_right):
                 wanted[0].failure_exception()
 
 
-def test_a_longer_prompt_than_the_requests_is_another_one():
-    """The prefill engine has no metadata for where the request ends."""
+@pytest.mark.parametrize("num_tokens, length", [(36, "longer"), (3, "shorter")])
+def test_a_prompt_of_another_length_than_the_requests_is_another_one(num_tokens, length):
+    """Whatever its tokens are. Of a longer one the prefill engine has no metadata for where the request ends, and of a
+    shorter one no more to read.
+    """
     with closing(Pair(Model())) as pair:
         sent, wanted = pair.send(85), pair.want(85)
-        pair.compute(sent, PREFILL_PAGES, 0, 36, is_last=True)
+        pair.compute(sent, PREFILL_PAGES, 0, num_tokens, is_last=True)
         pair.load(wanted, DECODE_PAGES, 5)
         stages = pair.until_over(*sent, *wanted)
         assert {*stages[-len(wanted) :]} == {Stage.FAILED}
-        with pytest.raises(OtherPromptError, match="longer"):
-            wanted[0].failure_exception()
-
-
-def test_a_shorter_prompt_than_the_requests_is_another_one():
-    """Whatever its tokens are: the prefill engine has no more of it to read."""
-    with closing(Pair(Model())) as pair:
-        sent, wanted = pair.send(83), pair.want(83)
-        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
-        pair.load(wanted, DECODE_PAGES, 5)
-        stages = pair.until_over(*sent, *wanted)
-        assert {*stages[-len(wanted) :]} == {Stage.FAILED}
-        with pytest.raises(OtherPromptError, match="shorter"):
+        with pytest.raises(OtherPromptError, match=length):
             wanted[0].failure_exception()

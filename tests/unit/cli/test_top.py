@@ -31,14 +31,25 @@ class Gauges:
 def serving(pages, transfers=None):
     """Serve one page after the other, and the last one forever. Yields the endpoint's HOST:PORT."""
 
+    def answer(handler):
+        page = transfers
+        if handler.path == "/metrics":
+            page = pages.pop(0) if len(pages) > 1 else pages[0]
+        handler.send_response(404 if page is None else 200)
+        handler.end_headers()
+        handler.wfile.write(page or b"not here")
+
+    with answering(answer) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def answering(answer):
+    """Let `answer(handler)` answer every request. Yields the endpoint's HOST:PORT."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            page = transfers
-            if self.path == "/metrics":
-                page = pages.pop(0) if len(pages) > 1 else pages[0]
-            self.send_response(404 if page is None else 200)
-            self.end_headers()
-            self.wfile.write(page or b"not here")
+            answer(self)
 
         def log_message(self, *_):
             pass
@@ -87,27 +98,16 @@ def test_a_page_that_never_ends_is_given_up(monkeypatch, capsys):
     monkeypatch.setattr(top_module, "TIMEOUT_S", 0.3)
     is_over = threading.Event()
 
-    class Dripping(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):
-                while not is_over.wait(0.02):
-                    self.wfile.write(b"#")
+    def drip(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        with suppress(OSError):
+            while not is_over.wait(0.02):
+                handler.wfile.write(b"#")
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        assert main(["top", f"127.0.0.1:{server.server_port}", "--count", "1"]) == 1
-    finally:
+    with answering(drip) as endpoint:
+        assert main(["top", endpoint, "--count", "1"]) == 1
         is_over.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert "the page did not come within 0.3 s" in capsys.readouterr().out
 
 
