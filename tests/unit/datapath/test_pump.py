@@ -97,7 +97,12 @@ def test_a_data_path_names_its_reads_and_slots(make_pair):
     _, _, _, receive = both_programs(pair, range(48), **SMALL)
     for read in (1, 2):
         pair.d.path.receives.submit(receive_of(read, receive))
-    pair.until(lambda: not pair.p.path.lock.is_greeting)
+    pair.until(
+        lambda: (
+            not any(side.path.lock.is_greeting for side in (pair.p, pair.d))
+            and pair.d.path.receives.slots.num_busy == 3
+        )
+    )
     no_reads = "<DirectReads of 0 peers, active [], waiting []>"
     free = "<Slots 3 of 3 free, 0 busy>"
     assert repr(pair.p.path) == (
