@@ -19,7 +19,7 @@ from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError
 from kvconnector.ids import EngineId, Incarnation, Rank
-from kvconnector.layout import Watermark
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Route
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
@@ -221,6 +221,10 @@ class SessionDataPath(DataPathPort):
     @of_worker
     def probe(self, link: Link, probe: m.Probe) -> None:
         self._datapath.sends.probe(link, probe)
+
+    @of_worker
+    def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
+        self._datapath.sends.expect(blocks)
 
     @of_worker
     def start_send(self, send: Send) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
-from kvconnector.layout import Watermark
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment
 from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
@@ -73,6 +73,9 @@ class DataPathPort:
 
     def probe(self, link: Link, probe: Probe) -> None:
         """Send a consumer worker the bytes that its `Probe` asks for."""
+
+    def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
+        """Prepare for reads of these blocks, which consumers may ask for soon."""
 
     def start_send(self, send: Send) -> None:
         """Send the chunks of a read. `SendOver` follows."""

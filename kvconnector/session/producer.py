@@ -220,6 +220,8 @@ class ProducerSession:
             for key in lease.keys:
                 self._data.publish(key, lease.watermark)
         self._notify_followers(lease)
+        if lease.is_complete:
+            self._data.expect_reads(lease.blocks)
 
     def _followed(self, event: FromPeer[m.Follow], now: float) -> None:
         """Report a prompt's progress to a consumer, now or once our engine has granted the lease."""

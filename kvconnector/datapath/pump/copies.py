@@ -156,6 +156,9 @@ class Copies:
         words[:, 0] = np.minimum(nbytes, slot_bytes)
         return Jobs(address_of(words), None, words)
 
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """Prepare for `make_jobs` with this very sequence, which may never come."""
+
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile the kernels that the first packed reads would otherwise wait for."""
 

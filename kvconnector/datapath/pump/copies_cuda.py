@@ -59,6 +59,8 @@ _free_streams: dict[int, list[Any]] = {}
 """For each device, the streams of data paths that are closed."""
 _MAX_WINDOW_BLOCKS = 2
 """Blocks that the longest of `windows_of` needs."""
+_MAX_EXPECTED = 64
+"""Leases whose block ids are kept on the GPU before a read asks for them."""
 MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
 """All multiprocessors together copy a chunk of at most this size in 20 microseconds. They do so with a read's first and
 last chunks, because nothing else of the read moves at that time.
@@ -93,6 +95,8 @@ class CudaCopies(Copies):
         super().__init__(pools, packed_sides(slot_address, slot_bytes, pools.device))
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
+        # kept with their blocks, so that no other object gets their identity
+        self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[int]]] = {}
         self._launches = Launches(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # with declared types, so that numbers need no wrapping
@@ -135,7 +139,8 @@ class CudaCopies(Copies):
         self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
     ) -> Jobs:
         stream = self.streams.marks.stream_of(blocks)
-        buffer, ids = self._send_ids(blocks, stream)
+        sent = self._expected.pop(id(blocks), None) if stream == FREE_STREAM else None
+        buffer, ids = sent[1:] if sent else self._send_ids(blocks, stream)
         try:
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             address, handle = address_of(words), self.streams.handles[stream]
@@ -255,6 +260,17 @@ class CudaCopies(Copies):
             return bool(stream.query())
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self.pools.device) from exc
+
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """See `Copies`. Sends the block ids to the GPU, and keeps them for the newest `_MAX_EXPECTED`."""
+        if id(blocks) in self._expected:
+            return
+        try:
+            self._expected[id(blocks)] = (blocks, *self._send_ids(blocks, FREE_STREAM))
+        except (RelayoutError, TransportError):
+            return  # the read will get the same error, and report it
+        if len(self._expected) > _MAX_EXPECTED:
+            self._expected.pop(next(iter(self._expected)))[1].give_back()
 
     def _send_ids(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int]]:
         """Send block ids to the GPU, before all further copies on a stream. Ids that an earlier read sent to the same

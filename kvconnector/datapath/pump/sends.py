@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvconnector.datapath.pump.programs import Program, Programs
 from kvconnector.datapath.pump.state import error_of
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
+from kvconnector.layout import GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
@@ -127,6 +128,13 @@ class Sends(Programs[Sending]):
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._transport.disconnect(self._endpoints.pop(link))
             del self._num_probes[link]
+
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """Prepare for a read of these blocks, if reads have been packed before. The read's `Send` has the same
+        sequence.
+        """
+        if self.num_begun:
+            self.loop.copies.expect(blocks)
 
     def submit(self, send: Send) -> None:
         """Stream a read to a consumer worker. `SendOver` follows."""

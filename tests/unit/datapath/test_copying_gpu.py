@@ -85,6 +85,22 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
 
 
 @pytest.mark.gpu
+def test_block_ids_of_expected_reads_are_uploaded_early(monkeypatch):
+    import torch
+
+    caches, copies = caches_and_copies()
+    cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3}
+    program, *others = (caches.program([0, 3, 1], range(12), **cut) for _ in range(99))
+    for other in others:
+        copies.expect(other.blocks)
+    copies.expect(program.blocks)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(copies, "_send_ids", None)
+    _, buffer, _ = copies.make_jobs(program.source, program.blocks, packing=True)
+    assert buffer.memory[1][:3].tolist() == [0, 3, 1]
+
+
+@pytest.mark.gpu
 def test_copies_run_on_no_stream_of_the_engines():
     import torch
 

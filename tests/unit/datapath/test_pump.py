@@ -125,6 +125,18 @@ def test_the_first_chunk_is_sent_at_once(make_pair):
     only_consumer_steps(pair, 1, ev.ReceiveAdvanced)
 
 
+def test_reads_are_expected_only_once_some_were_packed(make_pair, monkeypatch):
+    pair = make_pair()
+    _, _, send, receive = both_programs(pair, range(48), **SMALL)
+    expected = []
+    monkeypatch.setattr(pair.p.path.copies, "expect", expected.append)
+    pair.p.path.sends.expect(send.blocks)
+    assert not expected
+    pair.serve(pair.ask(1, receive), send)
+    pair.p.path.sends.expect(send.blocks)
+    assert [blocks is send.blocks for blocks in expected] == [True]
+
+
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair, monkeypatch
 ):

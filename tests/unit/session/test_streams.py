@@ -94,6 +94,15 @@ def test_a_read_of_a_streamed_prompt_that_names_blocks_names_its_own():
     assert harness.of(side.receive(-1, harness.read(2)), "start_send")
 
 
+def test_reads_are_expected_of_a_complete_leases_blocks():
+    side = _filling()
+    assert not harness.of(side.handle(_granted(8)), "expect_reads")
+    (expected,) = harness.of(side.handle(_granted(12, is_complete=True)), "expect_reads")
+    asked = FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
+    (started,) = harness.of(side.handle(asked), "start_send")
+    assert started.send.blocks is expected.blocks
+
+
 def _ended(how):
     """Make a producer whose first transfer with these names has ended."""
     side = _filling(harness.EXPORT)
