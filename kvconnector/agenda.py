@@ -40,8 +40,10 @@ class Agenda(Generic[ThingT]):
 
     def plan(self, thing: ThingT, at: float) -> None:
         """Have `due` return `thing` no later than `at`."""
-        if at < self._planned.get(thing, (NEVER,))[0]:
-            self.forget(thing)
+        known = self._planned.get(thing)
+        if at < (NEVER if known is None else known[0]):
+            if known is not None:
+                self.forget(thing)
             number = next(self._numbers)
             self._planned[thing] = at, number
             self._things[number] = thing

@@ -65,7 +65,7 @@ from kvconnector.session.link import Link, kind_of
 from kvconnector.session.orders import HoldRequest, LoadRequest, Order, ProducerOrder
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
-from kvconnector.wire import decode, split_batch
+from kvconnector.wire import decode, messages_of
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -357,13 +357,15 @@ class Driver:
         return None
 
     def _queue_message(self, link: Link, payload: bytes) -> m.Message | None:
-        first, *others = split_batch(payload)
-        self.links.put_back(link, others)
-        message = decode(first)
+        message = decode(payload)
+        if type(message) is m.Batch:
+            first, *others = messages_of(message)
+            self.links.put_back(link, others)
+            message = decode(first)
         event = ev.event_of(link, message)
         if self.producer is not None and link.number < 0:
             self.producer.keep_alive(link, self.clock())
-        if isinstance(message, m.Heartbeat):
+        if type(message) is m.Heartbeat:
             # False: it could not map our pools, chose not to, or has unmapped them
             self.links.note_mapping(link, may_map=message.maps_pools)
         if event is not None:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_COMPLETED = frozenset({m.DirectoryRequest, m.HelloReply})
+"""Messages to which `SessionLinks` adds what only this side of the port knows."""
+
 ArgumentsP = ParamSpec("ArgumentsP")
 ResultT = TypeVar("ResultT")
 
@@ -75,6 +78,13 @@ class SessionLinks(LinkPort):
         self._hello = hello
 
     def send(self, link: Link, message: m.Message) -> None:
+        if type(message) in _COMPLETED:
+            self._complete(link, message)
+        else:
+            self._links.send(link, message)
+
+    def _complete(self, link: Link, message: m.Message) -> None:
+        """Send one of `_COMPLETED`."""
         if isinstance(message, m.HelloReply) and not message.refusal:
             inbox = self._links.answer_inbox(link, self._datapath.sends.endpoint(link))
             self._answer(link, msgspec.structs.replace(message, control=inbox))

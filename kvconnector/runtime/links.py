@@ -70,8 +70,8 @@ class Connection:
     Messages that come over the transport carry `tag`, 0 if none may come, and `opener` verifies them. Ours go through
     `endpoint`, 0 if there is none, once `sealer` signs them.
 
-    What has `arrived` and nobody took has `waiting_bytes`, see `cost_bytes`; `shared_bytes` of these are counted in
-    `Links._shares`. `credit_bytes` are those of the turns that its first message has waited for.
+    What has `arrived` and nobody took, each with its `cost_bytes`, has `waiting_bytes` in all; `shared_bytes` of these
+    are counted in `Links._shares`. `credit_bytes` are those of the turns that its first message has waited for.
     """
 
     handle: PeerHandle
@@ -87,7 +87,7 @@ class Connection:
     opener: Opener | None = None
     sealer: Sealer | None = None
     endpoint: int = 0
-    arrived: deque[Arrival] = field(default_factory=deque)
+    arrived: deque[tuple[Arrival, int]] = field(default_factory=deque)
     waiting_bytes: int = 0
     shared_bytes: int = 0
     credit_bytes: int = 0
@@ -111,15 +111,15 @@ MAX_LOOKS_BEFORE_LOSS = 16
 """How often the worker looks for a lost peer's last messages over UCX, `MAX_CONTROL_PER_CALL` each time, if messages
 keep coming. Anybody who reaches UCX's port may send some, and everything on the control channel waits meanwhile.
 """
-_REFUSALS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
-"""Messages that may refuse something, which is logged."""
+_ANSWERS = frozenset({m.HelloReply, m.Progress, m.ReadRefused})
+"""Messages that may refuse something, which is logged. An answer to a greeting also says how to map our memory."""
 
 
 def cost_bytes(arrival: Arrival) -> int:
     """Return the bytes that something counts while it waits."""
-    if isinstance(arrival, bytes):
-        return MESSAGE_BYTES + len(arrival)
-    return MESSAGE_BYTES + (len(arrival.payload) if isinstance(arrival, ControlMessage) else 0)
+    if isinstance(arrival, ControlMessage):
+        return MESSAGE_BYTES + len(arrival.payload)
+    return MESSAGE_BYTES + (len(arrival) if isinstance(arrival, bytes) else 0)
 
 
 class Links:
@@ -364,17 +364,13 @@ class Links:
         connection = self._connections.get(link)
         if connection is None or connection.is_lost:
             return  # the sessions know, or will
-        if type(message) in _REFUSALS:
-            self._log_refusal(link, message)
         payload = encode(message, connection.version)
         ours, theirs = self._max_message_bytes, connection.max_message_bytes
         limit_bytes = min(ours, theirs or ours)
         if len(payload) > limit_bytes:
             raise MessageTooLargeError.of(payload, limit_bytes)
-        if isinstance(message, m.HelloReply):
-            export = message.export
-            connection.cuda_export = export is not None and export.device == "cuda"
-            connection.is_mapper = connection.is_mapper or connection.cuda_export
+        if type(message) in _ANSWERS:
+            self._note_answer(link, connection, message)
         is_full = connection.unsent_bytes + len(payload) > MAX_BATCH_BYTES
         if is_full or len(connection.unsent) >= m.MAX_BATCH_MESSAGES:
             self.flush_link(link)
@@ -384,13 +380,17 @@ class Links:
         connection.unsent.append(payload)
         connection.unsent_bytes += len(payload)
 
-    def _log_refusal(self, link: Link, message: m.Message) -> None:
-        if (
-            not isinstance(message, m.HelloReply | m.Progress | m.ReadRefused)
-            or not message.refusal
-        ):
+    def _note_answer(self, link: Link, connection: Connection, message: m.Message) -> None:
+        """Record what an answer to a greeting says about our CUDA memory, and log a refusal."""
+        if isinstance(message, m.HelloReply):
+            export = message.export
+            connection.cuda_export = export is not None and export.device == "cuda"
+            connection.is_mapper = connection.is_mapper or connection.cuda_export
+        elif not isinstance(message, m.Progress | m.ReadRefused):
             return
-        if isinstance(message, m.HelloReply) or message.refusal is m.Refusal.UNKNOWN_TRANSFER:
+        if message.refusal is m.Refusal.UNKNOWN_TRANSFER or (
+            message.refusal and isinstance(message, m.HelloReply)
+        ):
             peer = f"consumer {self.peer_of(link)}"
             self.refusals.note(peer, message.refusal, message.text)
 
@@ -438,8 +438,9 @@ class Links:
         if connection is None or not messages:
             return
         self._waiting[link] = None
-        connection.arrived.extendleft(reversed(messages))
-        self._add_waiting(link, connection, sum(map(cost_bytes, messages)))
+        costs = [*map(cost_bytes, messages)]
+        connection.arrived.extendleft(zip(reversed(messages), reversed(costs), strict=True))
+        self._add_waiting(link, connection, sum(costs))
 
     def _turns(self) -> Iterator[tuple[Link, bytes]]:
         """Yield one message of each link that has some, as often as there are any."""
@@ -448,14 +449,14 @@ class Links:
             connection = self._connections.get(link)
             if connection is None or not connection.arrived:
                 continue
-            cost = cost_bytes(connection.arrived[0])
+            arrival, cost = connection.arrived[0]
             connection.credit_bytes += TURN_BYTES
             if connection.credit_bytes < cost and self._waiting:
                 self._waiting[link] = None
                 continue
             connection.credit_bytes = 0
             self._add_waiting(link, connection, -cost)
-            arrival = connection.arrived.popleft()
+            connection.arrived.popleft()
             if connection.arrived:
                 self._waiting[link] = None
             if not connection.is_lost and (payload := self._message_of(link, arrival)) is not None:
@@ -477,8 +478,9 @@ class Links:
         if connection.is_lost and not isinstance(arrival, Disconnected):
             return
         self._waiting[link] = None
-        connection.arrived.append(arrival)
-        self._add_waiting(link, connection, cost_bytes(arrival))
+        cost = cost_bytes(arrival)
+        connection.arrived.append((arrival, cost))
+        self._add_waiting(link, connection, cost)
         if connection.waiting_bytes > self._max_waiting_bytes and not connection.is_lost:
             self._lose_flooder(link, connection)
         if self._waiting_bytes > self._max_all_waiting_bytes:
@@ -560,11 +562,11 @@ class Links:
         """
         taken = self._transport.receive_control(self._limits, progress=progress)
         for event in taken:
-            if isinstance(event, ControlFailed):
-                self._keep_failed(event)
-            elif isinstance(event, ControlMessage):
+            if isinstance(event, ControlMessage):
                 if (link := self._by_tag.get(event.tag)) is not None:
                     self._keep(link, event)
+            elif isinstance(event, ControlFailed):
+                self._keep_failed(event)
             elif event.tag not in self._closed:
                 reason = "too long" if event.tag in self._by_tag else "unknown link"
                 self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")

@@ -22,7 +22,7 @@ class OwnProcess:
         """Raise LocalError in a forked child. Its calls would wait for threads that only the other process has, and
         write into memory and sockets that both share.
         """
-        if not self.is_here:
+        if os.getpid() != self._id:
             raise LocalError(
                 f"this {self._what} belongs to the process that made it, from which this one was forked: make one here,"
                 " or start the process with the method spawn",

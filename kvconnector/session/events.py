@@ -141,10 +141,10 @@ def event_of(link: Link, message: m.Message) -> FromPeer[Any] | None:
     Raises:
         RemoteProtocolError: this side takes no such message on such a link.
     """
+    if type(message) in (FROM_CONSUMER if link.number < 0 else FROM_PRODUCER):
+        return FromPeer(link, message)
     if isinstance(message, m.Bye):
         return None
-    if type(message) not in (FROM_CONSUMER if link.number < 0 else FROM_PRODUCER):
-        raise RemoteProtocolError(
-            f"a {type(message).__name__} is not expected on this connection", link=link.number
-        )
-    return FromPeer(link, message)
+    raise RemoteProtocolError(
+        f"a {type(message).__name__} is not expected on this connection", link=link.number
+    )

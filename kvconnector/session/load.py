@@ -77,7 +77,7 @@ class Load(Tracked[LoadState]):
     covered. The first `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report
     of each producer worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the
     prompt, and once `producer_started` the engine may ask for the load, by its `order`. It is given up at `deadline`,
-    unless it makes progress before. Once `is_reported` the engine knows its end.
+    unless it makes progress before. Once `is_reported` the engine knows its end. Its transfer's name has `name_bytes`.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Load(Tracked[LoadState]):
         self.request_id = wanted.request_id
         self.engine = engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
+        self.name_bytes = len(wanted.transfer_id.encode())
         self.is_followed = wanted.is_followed
         self.producer_started = False
         self.order: LoadRequest | None = None
@@ -484,7 +485,7 @@ class EngineLoads:
     def add(self, load: Load) -> None:
         """Add a new load. If it is followed, a heartbeat that names it is due at once."""
         self.heartbeat_queue[load] = None
-        self._names_bytes += len(load.key.transfer_id.encode())
+        self._names_bytes += load.name_bytes
         if load.is_followed:
             self.heartbeat_queue.move_to_end(load, last=False)
             self.num_due_now += 1
@@ -496,8 +497,9 @@ class EngineLoads:
         if load not in self.heartbeat_queue:
             return
         del self.heartbeat_queue[load]
-        self._names_bytes -= len(load.key.transfer_id.encode())
-        self.num_due_now = min(self.num_due_now, len(self.heartbeat_queue))
+        self._names_bytes -= load.name_bytes
+        if self.num_due_now:
+            self.num_due_now = min(self.num_due_now, len(self.heartbeat_queue))
         self.fail_on_loss.pop(load, None)
         if load.is_followed:
             same = self._followed[load.key.transfer_id]
@@ -528,7 +530,7 @@ class EngineLoads:
         left_bytes, sources = MAX_NAMED_BYTES, {*links}
         for _ in range(min(limit, len(self.heartbeat_queue))):
             load = next(iter(self.heartbeat_queue))
-            left_bytes -= len(load.key.transfer_id.encode())
+            left_bytes -= load.name_bytes
             if left_bytes < 0:
                 break
             self.heartbeat_queue.move_to_end(load)

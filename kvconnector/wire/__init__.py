@@ -5,8 +5,8 @@ from kvconnector.wire.codec import (
     decode_batch,
     encode,
     encode_batch,
+    messages_of,
     refusal_error,
-    split_batch,
     version_of,
 )
 
@@ -15,7 +15,7 @@ __all__ = [
     "decode_batch",
     "encode",
     "encode_batch",
+    "messages_of",
     "refusal_error",
-    "split_batch",
     "version_of",
 ]

@@ -100,16 +100,8 @@ def version_of(payload: bytes) -> int:
     return found if found in versions.SPOKEN else versions.SPOKEN.oldest
 
 
-def split_batch(payload: bytes) -> tuple[bytes, ...]:
-    """Return the encoded messages of the batch in `payload`, or `payload` itself if it is not a batch.
-
-    Raises:
-        IncompatiblePeerError, RemoteProtocolError: it is a batch that `decode` does not take, or that holds a batch.
-    """
-    if not _is_batch(payload):
-        return (payload,)
-    batch = decode(payload)
-    assert isinstance(batch, m.Batch)  # by its kind
+def messages_of(batch: m.Batch) -> tuple[bytes, ...]:
+    """Return the encoded messages of a batch. Raises RemoteProtocolError: one of them is a batch."""
     if any(map(_is_batch, batch.messages)):
         raise RemoteProtocolError("a batch of messages contains another batch")
     return batch.messages
@@ -125,7 +117,8 @@ def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
     Raises:
         IncompatiblePeerError, RemoteProtocolError: see `decode`, of any of them; or a batch holds a batch.
     """
-    return tuple(map(decode, split_batch(payload)))
+    message = decode(payload)
+    return tuple(map(decode, messages_of(message))) if isinstance(message, m.Batch) else (message,)
 
 
 def decode(payload: bytes) -> m.Message:

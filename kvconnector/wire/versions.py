@@ -53,7 +53,7 @@ class WireVersions(NamedTuple):
         Raises:
             IncompatiblePeerError: It is not spoken here.
         """
-        if version not in self:
+        if not self.oldest <= version <= self.newest:
             raise IncompatiblePeerError(
                 "the peer speaks another wire version", ours=str(self), theirs=version
             )

@@ -83,8 +83,7 @@ class ControlReceives:
         handle, tag, nbytes = message
         limit_bytes = limits.get(tag, -1)
         queue = self.arriving.get(tag)
-        room_bytes = max(limit_bytes, MAX_UNSENT_CONTROL_BYTES) - self._held_bytes[tag]
-        if nbytes > min(limit_bytes, room_bytes):
+        if nbytes > limit_bytes or (queue and nbytes > self._room_bytes(tag, limit_bytes)):
             self.refuse(message)
             return ControlRefused(tag, nbytes)
         # one byte more: empty memory has no address, and a null address refuses a message
@@ -103,6 +102,10 @@ class ControlReceives:
         self.arriving.setdefault(tag, deque()).append(arriving)
         self._held_bytes[tag] += nbytes
         return None
+
+    def _room_bytes(self, tag: int, limit_bytes: int) -> int:
+        """Return how many bytes a tag may have besides those of its messages that are arriving."""
+        return max(limit_bytes, MAX_UNSENT_CONTROL_BYTES) - self._held_bytes[tag]
 
     def _arrived(self) -> list[ControlEvent]:
         """Return the events of complete messages, each tag's in their order."""

@@ -20,7 +20,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.containment import WorkerFault
 from kvconnector.session.link import FromPeer
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
-from kvconnector.wire import encode
+from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -106,7 +106,7 @@ def test_an_exception_in_the_check_of_an_order_refuses_that_order(
     assert "request bad was ended" in caplog.text
 
 
-STEPS = ("_greet", "decode", "event_of", "keep_alive", "note_mapping", "put_back", "split_batch")
+STEPS = ("_greet", "decode", "event_of", "keep_alive", "messages_of", "note_mapping", "put_back")
 """What a driver does with a peer's message before a session has it."""
 
 
@@ -115,7 +115,7 @@ def test_every_step_with_a_peers_message_raises_in_these_tests():
     source = textwrap.dedent(inspect.getsource(driver_module.Driver._queue_message))
     calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     called = {ast.unparse(each).rpartition(".")[2] for each in calls}
-    harmless = {"PeerLostError", "append", "clock", "isinstance", "lose"}
+    harmless = {"PeerLostError", "append", "clock", "isinstance", "lose", "type"}
     assert sorted(called - harmless | {"_greet"}) == [*STEPS]
 
 
@@ -131,11 +131,11 @@ def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, depl
     worker = p.workers[0]
     driver = worker.driver
     owner = {
-        "split_batch": driver_module,
         "decode": driver_module,
         "event_of": ev,
         "_greet": driver,
         "keep_alive": driver.producer,
+        "messages_of": driver_module,
         "note_mapping": driver.links,
         "put_back": driver.links,
     }[step]
@@ -143,7 +143,8 @@ def test_an_exception_in_a_peers_message_ends_its_link(monkeypatch, caplog, depl
         patch.setattr(owner, step, fail)
         stranger = world.hub.open()
         message = GREETING if step == "_greet" else m.Heartbeat(transfers=())
-        stranger.send(stranger.connect(worker.control.address, ""), encode(message))
+        payload = encode_batch([encode(message)] * 2)
+        stranger.send(stranger.connect(worker.control.address, ""), payload)
         assert world.run(lambda: worker.poll().stats.contained == {"Bug": 1}, max_turns=20)
         stranger.close()
     assert caplog.text.count("Traceback") == 1
