@@ -49,9 +49,6 @@ QUIESCE_S = 30.0
 class RunningTransfer(Protocol):
     """What a rank writes to a request whose blocks its worker uses, see `transfers.RoomTransfer`."""
 
-    @property
-    def room(self) -> int: ...
-
     held_s: float
     prompt_end: bytes
 
@@ -134,8 +131,8 @@ class RankTransfers:
             if config.role == "consumer":
                 self._ask_servers(started, must_query=must_query, api_key=api_key)
             self._started = started.pop_all()
-        self.rooms: set[int] = set()
-        """Rooms of the requests that are under way. A room names one transfer at a time."""
+        self.rooms: dict[int, str] = {}
+        """The request that is under way in each room: a room names one transfer at a time."""
         self.stats = RankStats(
             config.engine_id, rank, dp_rank, self, has_metrics=has_metrics, has_spans=has_spans
         )
@@ -235,7 +232,7 @@ class RankTransfers:
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
         """Returns True if nothing reads or writes the pages of a room's failed request any more."""
         self.take()
-        return all(each.room != bootstrap_room for each in self._transferring.values())
+        return self.rooms.get(bootstrap_room) not in self._transferring
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Do nothing: what `is_abort_release_safe` looks at ends by itself."""

@@ -125,7 +125,7 @@ class RoomTransfer:
         self._row = 0
         self._turn = 0
         if self.room not in mgr.rooms:
-            mgr.rooms.add(self.room)
+            mgr.rooms[self.room] = self.request_id
         else:
             self.stage = Stage.FAILED
             self.error = LocalError(DRAWN_TWICE, room=self.room)
@@ -146,7 +146,7 @@ class RoomTransfer:
         if reason is not None and self.error is None:
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
-        self.kv_mgr.rooms.discard(self.room)
+        self.kv_mgr.rooms.pop(self.room, None)
 
     def abort(self) -> None:
         """Give up the request. It becomes `FAILED` once nothing uses its blocks. Idempotent."""

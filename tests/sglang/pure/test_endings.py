@@ -137,6 +137,31 @@ def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
         each.abort()
 
 
+class Unlisted(dict):
+    """Records that nobody may go through one by one."""
+
+    def __iter__(self):
+        raise AssertionError("a rank went through all of its transfers")
+
+    keys = values = items = __iter__
+
+
+def test_whether_pages_are_free_is_known_without_a_look_at_each_transfer(pair):
+    """SGLang asks in each pass of its queue, for each request that has failed."""
+    sent, wanted = pair.send(12), pair.want(12)
+    pair.compute(sent, PAGES, 0, 16)
+    pair.load(wanted, OTHERS, TOKENS)
+    rank = wanted[0].kv_mgr
+    rank._transferring = Unlisted(rank._transferring)
+    with held_back(rank):
+        wanted[0].abort()
+        assert not rank.is_abort_release_safe(12)
+        assert rank.is_abort_release_safe(13)
+    until(lambda: rank.is_abort_release_safe(12))
+    for each in (*sent, *wanted):
+        each.abort()
+
+
 @contextmanager
 def held_back(rank):
     """Keep a rank's reports back, as if its worker still used the pages."""
