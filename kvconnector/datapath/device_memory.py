@@ -11,13 +11,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.agenda import NEVER
 from kvconnector.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
-"""How long a closing data path waits for a GPU each time, in seconds. All these waits together are shorter than a
-closing worker's own.
+"""How long, in seconds, a closing data path waits for copies, and the longest that it waits for a GPU at a time."""
+CLOSE_S = 2.25
+"""How long, in seconds, a closing data path waits in all for GPUs and for the thread that gives out its memory. A
+closing worker has this much time left after it has waited for consumers, and before it waits for the network.
 """
 POLL_S = 1e-3
 
@@ -35,14 +38,15 @@ def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
     return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
-def await_device(is_idle: Callable[[], bool], what: str) -> None:
+def await_device(is_idle: Callable[[], bool], what: str, until_s: float = NEVER) -> None:
     """Wait until `is_idle`, which does not wait itself, returns True; call it every `POLL_S`. Raises
-    TransportError: a GPU is not idle within `RELEASE_S`; `what` is the text.
+    TransportError: a GPU is not idle within `RELEASE_S`, or at `until_s`; `what` is the text.
     """
-    deadline_s = time.monotonic() + RELEASE_S
+    began_s = time.monotonic()
+    until_s = min(until_s, began_s + RELEASE_S)
     while not is_idle():
-        if time.monotonic() >= deadline_s:
-            raise TransportError(what, timeout_s=RELEASE_S)
+        if time.monotonic() >= until_s:
+            raise TransportError(what, timeout_s=round(max(0.0, until_s - began_s), 3))
         time.sleep(POLL_S)
 
 

@@ -81,6 +81,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 8.0
+"""More than all of a closing worker's waits: for consumers, in the data path (`CLOSE_S` and the transport's) and in the
+control channel.
+"""
 UNMAP_TIMEOUT_S = 3.0
 """The part of this time for which `close` waits for consumers to unmap the pools, which normally takes milliseconds."""
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvconnector.agenda import NEVER
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.shared_memory import SharedMemory
@@ -134,17 +135,18 @@ class LeaseBoard:
             clear(self.address + index * ENTRY_BYTES)
             self._is_taken[index] = False
 
-    def close(self) -> None:
-        """Retract all leases, and wait for writes under way. Idempotent. Raises TransportError: they do not end; the
-        board's memory then stays for as long as the process lives.
+    def close(self, until_s: float = NEVER) -> None:
+        """Retract all leases, and wait for writes under way, and for whoever is given the memory, until `until_s` at
+        the latest. Idempotent. Raises TransportError: the writes do not end; the board's memory then stays for as long
+        as the process lives.
         """
         for key in list(self._published):
             self.retract(key)
         writer, self._writer = self._writer, None
         if writer is not None:
             with kept_unless_idle(self.memory, "the lease board's memory"):
-                writer.close()
-        self.memory.close()
+                writer.close(until_s)
+        self.memory.close(until_s)
 
     def _write(self, field: str, index: int, value: int) -> None:
         address = self.address + index * ENTRY_BYTES + getattr(BoardEntry, field).offset

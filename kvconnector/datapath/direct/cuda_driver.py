@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvconnector.agenda import NEVER
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.cuda_segments import Mapping
 from kvconnector.errors import TransportError
@@ -398,12 +399,12 @@ class StreamWriter:
         what = "the GPU does not take a write of the lease board"
         self._driver.call(what, "cuStreamWriteValue32_v2", self._stream, *written)
 
-    def close(self) -> None:
+    def close(self, until_s: float = NEVER) -> None:
         """Wait for writes under way, and unregister the board. Raises TransportError: the device has failed, or a write
-        does not end. The memory must then stay.
+        does not end, by `until_s` at the latest. The memory must then stay.
         """
         self._enter()
-        await_device(self._is_idle, "writes of the lease board do not end")
+        await_device(self._is_idle, "writes of the lease board do not end", until_s)
         what = "the lease board cannot be unregistered"
         self._driver.call(what, "cuMemHostUnregister", self._address)
 

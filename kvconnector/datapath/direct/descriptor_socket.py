@@ -17,7 +17,8 @@ greeting; the socket's name is a digest of the nonce, which does not reveal it.
 
 *Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
 driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides, however slowly it comes. The
-CUDA driver has none: `close` waits `CLOSE_LIMIT_S`, then leaves the thread to it, which ends once the driver returns.
+CUDA driver has none: `close` waits `CLOSE_LIMIT_S`, or for as long as it may, then leaves the thread to it, which ends
+once the driver returns.
 *Failures.* If answering a consumer raises anything, the thread serves the next one.
 """
 
@@ -38,6 +39,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from kvconnector.agenda import NEVER
 from kvconnector.errors import ConfigError, KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import FABRIC_HANDLE_BYTES, NONCE_BYTES
 
@@ -90,20 +92,21 @@ class DescriptorServer:
         self._thread = threading.Thread(target=self._serve, name="kvconnector-memory", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Give the descriptors to no further process."""
+    def close(self, until_s: float = NEVER) -> None:
+        """Give the descriptors to no further process. Waits for the present one, until `until_s` at the latest."""
         if self._folder:
             with suppress(OSError), _opened(self._folder) as place:
                 (place / _name(self._nonce)).unlink()
         else:
             os.close(self.socket_fd)
         self._listener.shutdown(socket.SHUT_RDWR)  # accept(2) returns
-        self._thread.join(CLOSE_LIMIT_S)
+        limit_s = max(0.0, min(CLOSE_LIMIT_S, until_s - time.monotonic()))
+        self._thread.join(limit_s)
         if self._thread.is_alive():
             logger.warning(
-                "a consumer's question for GPU memory is still being answered after %s s: the CUDA driver does not"
-                " return. Nobody waits for it",
-                CLOSE_LIMIT_S,
+                "a consumer's question for GPU memory is still being answered after %.1f s, as if the CUDA driver did"
+                " not return. Nobody waits for it",
+                limit_s,
             )
         self._listener.close()
 

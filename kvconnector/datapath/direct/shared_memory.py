@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvconnector.agenda import NEVER
 from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, Segments
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import BOARD_OFFSET, EPOCH_OFFSET, NONCE_BYTES, SharedRange
@@ -183,13 +184,14 @@ class SharedMemory:
             self._server = DescriptorServer(folder, self.fd, self.nonce)
         self._server.segments = None if segments is None else (self.epoch, segments)
 
-    def close(self) -> None:
+    def close(self, until_s: float = NEVER) -> None:
         """Stop other processes from opening the file, and make the memory that `share` moved private to this process
-        again. Existing mappings of other processes keep the content that it had at that time. Idempotent.
+        again. Existing mappings of other processes keep the content that it had at that time. Waits until `until_s`
+        at the latest for a process that is being served. Idempotent.
         """
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            server.close(until_s)
         if self.fd >= 0:
             self._make_private()
         fd, self.fd = self.fd, -1

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.device_memory import kept_unless_idle
+from kvconnector.datapath.device_memory import CLOSE_S, kept_unless_idle
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.pump import pacing
 from kvconnector.datapath.pump.copies import Copies
@@ -193,24 +193,23 @@ class DataPath:
         self.lock.release(self._prepared(timeout_s))
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Release everything, after waits of `CLOSE_S` and the transport's in all. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        until_s = time.monotonic() + CLOSE_S
         # in reverse order, and completely even if a device has failed
         with ExitStack() as stack:
             stack.callback(self.state.close)
             stack.callback(self.transport.close)
             stack.callback(self.receives.release)
             stack.callback(self.sends.release)
-            stack.callback(self.reads.release)
             if self.board is not None:
-                stack.callback(self.board.close)
-            stack.callback(self._finish_copies)
-
-    def _finish_copies(self) -> None:
-        with kept_unless_idle(self, "staging memory, and flags that copies set"):
-            self.copies.finish()
+                stack.callback(self.board.close, until_s)
+            with kept_unless_idle(self, "staging memory, and flags that copies set"):
+                self.copies.finish()
+            # only then: a copy that does not end may still read pools of others
+            self.reads.release()
 
     @property
     def uses_network(self) -> bool:

@@ -193,9 +193,7 @@ class DirectReads(Programs[DirectRead]):
             del self.waiting[direct]
 
     def release(self) -> None:
-        """Wait for copies under way, and close all pools."""
-        if self._pools:
-            self.loop.copies.finish()
+        """Close all pools. No copy is under way."""
         for link, remote in self._pools.items():
             remote.close()
             link.maps_pools = False

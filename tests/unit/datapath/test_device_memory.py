@@ -12,6 +12,7 @@ from kvconnector.datapath import device_memory
 from kvconnector.datapath.direct import cuda_driver
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
+from kvconnector.datapath.pump import datapath
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.errors import TransportError
 from kvconnector.layout import Watermark
@@ -113,6 +114,26 @@ def test_all_streams_of_copies_have_one_time_to_end(monkeypatch):
     with pytest.raises(TransportError, match="do not end"):
         copies.finish()
     assert clock.now_s < device_memory.RELEASE_S + 2 * device_memory.POLL_S
+
+
+@pytest.mark.ucx
+def test_all_waits_of_a_closing_data_path_have_one_time(monkeypatch):
+    """A GPU that hangs ends neither copies nor the board's writes, and pools of others are not unmapped beside it."""
+    clock, pair, unmapped = FakeClock(0.0), Pair.connect(), []
+    fake_time = SimpleNamespace(monotonic=clock, sleep=clock.advance)
+    try:
+        path = pair.d.path
+        for module in (device_memory, datapath):
+            monkeypatch.setattr(module, "time", fake_time)
+        path.copies = path._loop.copies = copies_over(lambda: False)
+        path.board = board_over(FakeCuda(repeat(NOT_READY)), monkeypatch)
+        path.reads._pools[object()] = SimpleNamespace(close=lambda: unmapped.append(1))
+        with pytest.raises(TransportError, match="do not end"):
+            path.close()
+        assert clock.now_s < device_memory.CLOSE_S + 2 * device_memory.POLL_S
+        assert not unmapped
+    finally:
+        pair.close()
 
 
 @pytest.mark.usefixtures("no_patience")

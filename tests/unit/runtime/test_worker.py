@@ -1,6 +1,7 @@
 """The lifetime of a worker, its caches, leases and thread."""
 
 import gc
+import inspect
 import os
 import re
 import subprocess
@@ -14,12 +15,14 @@ import torch
 from msgspec import structs
 
 import kvconnector as kvc
+from kvconnector.datapath import device_memory
 from kvconnector.datapath.pump import opening
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import ConfigError, GeometryError, LocalError, WorkerStuckError
-from kvconnector.runtime import driver_thread
+from kvconnector.runtime import channels, driver_thread
 from kvconnector.runtime.step_layers import StepLayers
 from kvconnector.session import WorkerOutput
+from kvconnector.transport.ucx import UcxTransport
 from tests.support.waiting import until
 
 CONFIG = kvc.Config.from_mapping({"engine_id": "e", "role": "both", "control": {"insecure": True}})
@@ -391,6 +394,13 @@ def test_a_with_statement_closes_the_worker(monkeypatch):
         worker.handshake()
     with pytest.raises(LocalError, match="registered only once"):
         worker.register(_caches())
+
+
+def test_all_that_a_closing_worker_may_wait_for_fits_into_its_limit():
+    """Otherwise it says that its thread did not stop, and not which consumer or GPU it waited for."""
+    transport = inspect.signature(UcxTransport).parameters["close_timeout_s"].default
+    waits = driver_thread.UNMAP_TIMEOUT_S, device_memory.CLOSE_S, transport, channels.LINGER_S
+    assert sum(waits) < driver_thread.CLOSE_TIMEOUT_S
 
 
 @pytest.mark.ucx
