@@ -76,7 +76,8 @@ REFUSAL_OF = {
 }
 USED_NAMES = "the transfer is complete: draw names anew"
 """The error text for a transfer whose name was drawn by the router, which may use the name again by mistake. SGLang's
-decode engine recognises the refusal by it.
+decode engine recognises the refusal by it, also one of another release, so it may not change before a new wire version
+has a `Refusal` for it: `UNKNOWN_TRANSFER` also refuses names that were never granted.
 """
 
 

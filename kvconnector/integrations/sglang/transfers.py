@@ -58,6 +58,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransferAbortedError,
     UnknownRequestError,
+    UnknownTransferError,
 )
 from kvconnector.integrations.identity import Identity, PromptEnd, compare_identities
 from kvconnector.integrations.sglang.fields import named_engine
@@ -609,7 +610,7 @@ def error_from(reason: str, room: int) -> KVConnectorError:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, KVConnectorError)):
         kind, text = RemoteError, reason
-    if USED_NAMES in text:
+    if kind is UnknownTransferError and USED_NAMES in text:
         return LocalError(DRAWN_TWICE, room=room)
     if kind is ReadRefusedError:  # both engines have agreed on all but the prompt
         kind = OtherPromptError

@@ -16,6 +16,7 @@ from kvconnector.errors import (
     UnknownTransferError,
 )
 from kvconnector.integrations.sglang.transfers import Stage, error_from
+from kvconnector.session.lease import USED_NAMES
 from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
 from tests.support.waiting import until
@@ -348,6 +349,17 @@ def test_a_request_fails_in_time_if_no_engine_listens():
         error = error_of(wanted[0])
         assert isinstance(error, UnknownRequestError)
         assert "refused" in str(error)
+
+
+def test_the_refusal_of_a_room_drawn_twice_has_words_that_all_releases_know():
+    """A producer of another release sends the text, so neither side may change it alone."""
+    words = "the transfer is complete: draw names anew"
+    known = error_from(f"UnknownTransferError: {words}; request=a", 3)
+    assert isinstance(known, LocalError)
+    assert "draw a new one for each request" in str(known)
+    assert USED_NAMES == words
+    # another failure may quote anything
+    assert isinstance(error_from(f"TransferAbortedError: {words}", 3), TransferAbortedError)
 
 
 def test_an_errors_type_is_kept():
