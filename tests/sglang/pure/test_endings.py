@@ -357,7 +357,7 @@ def test_the_refusal_of_a_room_drawn_twice_has_words_that_all_releases_know():
     known = error_from(f"UnknownTransferError: {words}; request=a", 3)
     assert isinstance(known, LocalError)
     assert "draw a new one for each request" in str(known)
-    assert USED_NAMES == words
+    assert words == USED_NAMES
     # another failure may quote anything
     assert isinstance(error_from(f"TransferAbortedError: {words}", 3), TransferAbortedError)
 
