@@ -462,7 +462,9 @@ class RemoteEngines:
         self._leave_queue(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
-        engine.unsent_endings.clear()  # the engine's leases end by themselves
+        # the engine's leases end by themselves. If it were told later, it might have been started anew, and an abort
+        # would end a new request of the same name, or the read of a decode engine that has the request now
+        engine.unsent_endings.clear()
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.loss = error
         self._on_change(ev.EngineLost(engine, error), now)

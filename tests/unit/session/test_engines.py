@@ -217,6 +217,21 @@ def test_a_reconnecting_engine_has_less_time_to_greet(side):
     assert harness.call("close_link", opened.link) in side.tick(harness.HELLO_S)
 
 
+def test_a_lost_engine_is_not_told_later_what_ended_meanwhile(side):
+    """A request of the same name may be new, as of an SGLang room, and another engine may read what this one lost."""
+    (link,) = harness.connect(side)
+    side.handle(harness.load_request())
+    (stopped,) = harness.of(side.handle(ev.LinkLost(link, PeerLostError("gone"))), "stop_receive")
+    ended = side.handle(ev.ReceiveStopped(stopped.read), ev.ReceiveDrained(stopped.read))
+    assert harness.finished(ended) == [("w", PeerLostError)]
+    side.handle(harness.want("again"))
+    (opened,) = harness.of(side.tick(2.0), "open_link")
+    calls = answers(side, opened) + side.settle()
+    assert not harness.messages(calls, m.Abort)
+    beats = harness.messages(calls, m.Heartbeat)
+    assert harness.KEY in [key for beat in beats for key in beat.transfers]
+
+
 def test_nothing_is_known_of_an_engine_that_no_request_wants_any_more(side):
     """Each start of an engine may have another name or address."""
     (link,) = harness.connect(side)
