@@ -60,7 +60,13 @@ _free_streams: dict[int, list[Any]] = {}
 _MAX_WINDOW_BLOCKS = 2
 """Blocks that the longest of `windows_of` needs."""
 _MAX_EXPECTED = 64
-"""Leases whose block ids are kept on the GPU before a read asks for them."""
+"""The most leases whose block ids are on the GPU before a read asks for them. The ids of a lease that nobody reads
+packed stay there until newer ones take their place.
+"""
+_MAX_EXPECTED_BYTES = 1 << 17
+"""The most block ids of a lease that are sent early, in bytes, so that leases nobody reads hold at most 16 MiB of the
+GPU's memory. Reads with more ids take so long that sending them makes no difference.
+"""
 MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
 """All multiprocessors together copy a chunk of at most this size in 20 microseconds. They do so with a read's first and
 last chunks, because nothing else of the read moves at that time.
@@ -262,13 +268,16 @@ class CudaCopies(Copies):
             raise TransportError("the GPU failed", device=self.pools.device) from exc
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """See `Copies`. Sends the block ids to the GPU, and keeps them for the newest `_MAX_EXPECTED`."""
-        if id(blocks) in self._expected:
+        """See `Copies`. Sends the block ids to the GPU, unless they are long, and keeps them for the newest
+        `_MAX_EXPECTED`.
+        """
+        nbytes = sum(len(group.wire_ids) for group in blocks)
+        if nbytes > _MAX_EXPECTED_BYTES or id(blocks) in self._expected:
             return
         try:
             self._expected[id(blocks)] = (blocks, *self._send_ids(blocks, FREE_STREAM))
-        except (RelayoutError, TransportError):
-            return  # the read will get the same error, and report it
+        except TransportError:
+            return  # the read sends them again, and reports its error
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.pop(next(iter(self._expected)))[1].give_back()
 

@@ -1,11 +1,13 @@
 """Memory for block ids in transit to a GPU, which is host memory here."""
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
 from kvconnector.planning import GroupBlocks
 
@@ -66,3 +68,59 @@ def test_memory_is_used_again():
     assert buffers.lend(few, 1)[0] is not first
     assert buffers.lend(few, 0)[0] is first
     assert buffers.lend(few, 0)[0] is not first
+
+
+def expecting(*, status=0):
+    """Return copies that send ids within host memory, with `status`, and a list of all buffers that they have made."""
+    made = []
+
+    def counted(*arguments):
+        made.append(allocate(*arguments))
+        return made[-1]
+
+    def send(there, here, nbytes, stream):
+        ctypes.memmove(there, here, nbytes)
+        return copies.status
+
+    copies = CudaCopies.__new__(CudaCopies)  # otherwise made only on a GPU
+    copies.status, copies._expected, copies._ids = status, {}, IdBuffers(counted, 1)
+    copies._cuda = SimpleNamespace(cuCtxSetCurrent=lambda _: 0, cuMemcpyHtoDAsync_v2=send)
+    copies.begin, copies.streams = (0, 0), SimpleNamespace(handles=[0])
+    return copies, made
+
+
+def test_expected_ids_are_those_of_their_lease_and_the_oldest_make_room():
+    copies, made = expecting()
+    for number in range(500):
+        copies.expect((GroupBlocks.of([number]), GroupBlocks.of([1000 + number] * 3)))
+    newest = range(500 - len(copies._expected), 500)
+    for number, (name, (blocks, _, places)) in zip(newest, copies._expected.items(), strict=True):
+        assert name == id(blocks)
+        found = [ids_at(*each) for each in zip(places, blocks, strict=True)]
+        assert found == [[number], [1000 + number] * 3]
+    assert len(copies._expected) < len(made) < 100
+
+
+def test_leases_that_nobody_reads_hold_little_memory_however_long_they_are():
+    copies, made = expecting()
+    for exponent in range(20):
+        group = GroupBlocks.of([0] * (1 << exponent))
+        for _ in range(70):
+            copies.expect((group,))
+    held = [buffer for _, buffer, _ in copies._expected.values()]
+    assert 1 << 20 < sum(each.here.nbytes for each in held) <= 16 << 20
+    # other lengths have buffers of their own, each half as long as the next
+    assert sum(each.here.nbytes for each in made) < 32 << 20
+
+
+def test_expected_ids_that_cannot_be_sent_are_left_to_their_read():
+    copies, made = expecting(status=2)
+    blocks = (GroupBlocks.of([7]),)
+    for _ in range(100):
+        copies.expect(blocks)
+    assert not copies._expected
+    assert len(made) == 1
+    copies.status = 0
+    copies.expect(blocks)
+    copies.expect(blocks)
+    assert [buffer for _, buffer, _ in copies._expected.values()] == made
