@@ -26,7 +26,9 @@ def listed(pool, page_size, draft=None, num_layers=4):
     return args
 
 
-def hybrid_pool(page_size, device, *, size, heads, dim, groups, attention_layers, tp_size=1):
+def hybrid_pool(
+    page_size, device, *, size, heads, dim, groups, attention_layers, tp_size=1, **more
+):
     """Return a pool of attention layers and, in layers 0 and 2, of Mamba 2 states whose convolutions have `groups`."""
     from sglang.srt.configs.mamba_utils import (
         Mamba2CacheParams,
@@ -52,6 +54,7 @@ def hybrid_pool(page_size, device, *, size, heads, dim, groups, attention_layers
         cache_params=Mamba2CacheParams(shape=state, dtype=dtype, layers=[0, 2]),
         mamba_layer_ids=[0, 2],
         device=device,
+        **more,
     )
     kv = (size, torch.float32, page_size, heads, dim, list(attention_layers), device)
     return HybridLinearKVPool(*kv, mamba_pool=pool)

@@ -835,6 +835,19 @@ def test_types_whose_scales_sglang_does_not_list_are_refused(backend, monkeypatc
     )
     listed_pointers = listed(pool, 16, num_layers=LAYERS).kv_data_ptrs
     assert {each.data_ptr() for each in pool.k_scale_buffer}.isdisjoint(listed_pointers)
+
+
+def test_states_in_the_order_of_amx_are_refused_where_that_is_another(backend, monkeypatch):
+    with closing(Side(backend, "prefill", 16, "cpu", "mamba")) as prefill:
+        monkeypatch.setattr(backend, "cpu_has_amx_support", lambda: True)
+        with closing(Side(backend, "decode", 32, "cpu", "mamba")) as decode:
+            _, sender, receiver = _asked(backend, (prefill, decode))
+            _send_first(prefill, sender)
+            _load(decode, receiver)
+            _until(FAILED, receiver)
+            with pytest.raises(IncompatiblePeerError, match="amx"):
+                receiver.failure_exception()
+
     for dtype in ("fp4_mx_block16", "nvfp4", "mxfp8", "int3"):
         monkeypatch.setattr(Side, "kv_cache_dtype", dtype)
         with pytest.raises(ConfigError, match=dtype) as refused:

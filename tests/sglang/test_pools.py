@@ -180,9 +180,47 @@ def test_windows():
     assert _has(windows.views[3][0], pool.swa_kv_pool.k_buffer[1])
 
 
-def _hybrid(groups, tp_size=1):
+def _hybrid(groups, tp_size=1, **more):
     shape = {"size": SIZE, "heads": HEADS, "dim": DIM, "attention_layers": [1, 3]}
-    return hybrid_pool(PAGE, "cpu", groups=groups, tp_size=tp_size, **shape)
+    return hybrid_pool(PAGE, "cpu", groups=groups, tp_size=tp_size, **shape, **more)
+
+
+def test_states_in_the_order_of_amx_are_not_cut():
+    """Their convolutions, by SGLang's own function, have a slot's channels innermost."""
+    from sglang.srt.layers.amx_utils import _init_amx_conv_state
+
+    pool = _hybrid([8, 8, 16], tp_size=2)
+    conv = pool.mamba_pool.mamba_cache.conv
+    conv[:] = _init_amx_conv_state(conv)
+    assert conv[0].stride(2) == 1
+    shape = replace(SHAPE, kv_layers=(), kv_heads=4, tp_size=2, is_transposed=True)
+    (_, states), _ = _registered(pool, shape)
+    assert [part.total_heads for part in states.geometry.parts] == [2, 2]
+
+
+def test_states_that_only_some_layers_have_are_refused():
+    from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
+
+    options = {"size": 4, "device": "cpu"}
+    beside = [
+        NGramPool(context_len=3, eos_token_id=1, **options),
+        ShortConvPool(layer_ids=[0], state_shape=(8, 3), dtype=torch.bfloat16, **options),
+    ]
+    for each in beside:
+        pool = _hybrid([8, 8, 16])
+        pool.mamba_pool._slot_siblings = [each]
+        with pytest.raises(GeometryError, match="n-grams"):
+            _registered(pool, replace(SHAPE, kv_layers=()))
+
+
+@pytest.mark.parametrize("is_spec", [False, True])
+def test_replays_of_recurrent_states_are_not_listed(is_spec):
+    """What `--enable-linear-replayssm-spec` keeps beside them is scratch, which begins empty in each request's slot."""
+    plain = _hybrid([8, 8, 16]).mamba_pool
+    pool = _hybrid([8, 8, 16], enable_linear_replayssm_spec=is_spec).mamba_pool
+    assert (pool.mamba_cache.replayssm_k is not None) == is_spec
+    assert pool.get_state_layer_ids() == plain.get_state_layer_ids()
+    assert pool.get_contiguous_buf_infos()[2] == plain.get_contiguous_buf_infos()[2]
 
 
 def test_recurrent_states_cut_channel_by_channel_and_head_by_head():

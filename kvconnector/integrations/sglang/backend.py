@@ -53,6 +53,7 @@ from sglang.srt.runtime_context import (
     get_parallel,
     get_serving,
 )
+from sglang.srt.utils.common import cpu_has_amx_support
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
@@ -705,8 +706,11 @@ def _shape(
     if "mamba" not in args.state_types:
         return shape
     types = mamba2_state_dtype(model.hf_config)
-    names = (str(each).removeprefix("torch.") for each in (types.conv, types.temporal))
-    shape = replace(shape, state_element="_".join(("states", *names)))
+    names = [str(each).removeprefix("torch.") for each in (types.conv, types.temporal)]
+    transposes = device == "cpu" and cpu_has_amx_support()
+    if transposes:
+        names.append("amx")
+    shape = replace(shape, state_element="_".join(("states", *names)), is_transposed=transposes)
     if model.hf_config.model_type not in MAMBA_2:
         return shape
     return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))

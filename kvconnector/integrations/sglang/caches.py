@@ -22,6 +22,7 @@ two ranks:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -109,6 +110,8 @@ class Shape:
     accumulates_c128: bool = False
     numbers: Numbers = BYTES
     state_element: str = ""
+    is_transposed: bool = False
+    """True if a convolution's channels are innermost, as kernels for AMX need them: no rank's share is a range."""
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -346,6 +349,7 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
     layers = [*shape.window_layers] * 2 if is_window else args.state_layer_ids[index]
     buffers = _state_buffers(args, index, layers)
     if not is_window:
+        _check_alike(buffers)
         states = [
             (each.layer, _state_views(each, at, args, index, shape))
             for at, each in enumerate(buffers)
@@ -364,6 +368,17 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
             "kvconnector transfers windows in pages of [token, head, dim] only", layout=layout
         )
     return _pages(buffers, args.page_size, shape.cut(shape.window_heads), shape)
+
+
+def _check_alike(buffers: list[Listed]) -> None:
+    """Raise GeometryError unless all layers have as many states: some models have other states in some layers only."""
+    counts = Counter(each.layer for each in buffers)
+    if len({*counts.values()}) > 1:
+        raise GeometryError(
+            "kvconnector transfers recurrent states only if each layer has the same ones, but no histories of n-grams"
+            " and no short convolutions beside them",
+            states_of_layers=dict(counts),
+        )
 
 
 def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
@@ -449,7 +464,8 @@ def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -
     cut = _listed(args.state_dim_per_tensor, index, at, 0)
     outer = _listed(args.state_slice_outer_counts, index, at, 1)
     groups = _listed(args.state_conv_shard_groups, index, at, None)
-    if not cut or not (any(args.state_conv_shard_groups[index]) or shape.conv_heads):
+    is_known = bool(any(args.state_conv_shard_groups[index]) or shape.conv_heads)
+    if not cut or not is_known or shape.is_transposed:
         heads = shape.cut(shape.tp_size) if cut else WHOLE
         return [(_page_view(buffer, 1, heads), heads)]
     row, rest = divmod(item, outer * cut)

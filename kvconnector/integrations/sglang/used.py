@@ -233,6 +233,7 @@ ENTRIES: tuple[Entry, ...] = (
 
 V4 = "srt/mem_cache/deepseek_v4_memory_pool.py:DeepSeekV4TokenToKVPool"
 SPARSE: tuple[Entry, ...] = (
+    Unchanged(f"{POOLS}:MambaPool._iter_transfer_state_entries", ("50448600ac4065ef",)),
     Unchanged(f"{POOLS}:DSATokenToKVPool.get_state_buf_infos", ("80f8dd238f345cc9",)),
     Unchanged(
         "srt/mem_cache/index_key_cache.py:IndexKeyCache.state_buf_infos", ("2db209a094c53f63",)

@@ -1,5 +1,6 @@
 """The SGLang backend takes settings from its environment, and refuses with a worded error what it cannot move."""
 
+import dataclasses
 import socket
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from kvconnector.integrations.sglang.settings import (
     refuse_unsupported,
 )
 from kvconnector.integrations.sglang.transfers import transfer_names
-from tests.sglang.pure.pools import Model, Pools
+from tests.sglang.pure.pools import CONV_GROUPS, STATE_HEADS, Model, Pools
 
 FOUND = Found(1, 0, "tcp://10.0.0.1:9000")
 PORT, ANYWHERE = 8998, "0.0.0.0"  # noqa: S104 - what an operator may write
@@ -184,14 +185,25 @@ def _pools(model=None, **changes):
         (Model(), {"num_draft_entries": 2}, "the number of buffers"),
         (Model(windows=(1,)), {"swa_kv_cache_layout": "hnd"}, "pages of"),
         (Model(states=(1,)), {"state_dim_per_tensor": [[7, 7]]}, "does not fit its channels"),
+        (Model(states=(1, 3)), {"state_layer_ids": [[1, 3, 1, 1]]}, "no histories of n-grams"),
     ],
-    ids=["kind", "length", "layers", "layout", "state"],
+    ids=["kind", "length", "layers", "layout", "state", "states"],
 )
 def test_invalid_pools_are_refused(model, changes, text):
     pools = _pools(model)
     args = SimpleNamespace(**vars(pools.args) | changes)
     with pytest.raises(GeometryError, match=text):
         _registered(args, pools.shape)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_share_of_a_state_is_known_only_if_its_channels_are_consecutive(is_transposed):
+    pools = _pools(Model(states=(1,)), tp_size=2)
+    (_, states, _), _ = _registered(
+        pools.args, dataclasses.replace(pools.shape, is_transposed=is_transposed)
+    )
+    totals = [part.total_heads for part in states.geometry.parts]
+    assert totals == ([2, 2] if is_transposed else [*CONV_GROUPS, STATE_HEADS])
 
 
 def test_heads_that_are_not_cut_evenly_are_refused():
