@@ -1,6 +1,7 @@
 """The backend's classes, called as by SGLang's queues, with SGLang's pools, metadata and hooks, and real workers."""
 
 import asyncio
+import inspect
 import logging
 import secrets
 import time
@@ -50,6 +51,7 @@ class Side:
     """
 
     kv_cache_dtype = "auto"
+    has_host_cache = False
 
     def __init__(self, backend, mode, page_size, device, kind="mha"):
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
@@ -69,6 +71,8 @@ class Side:
             served_model_name="small",
             model_path="",
             enable_hisparse=False,
+            enable_hierarchical_cache=self.has_host_cache,
+            enable_fused_qk_norm_rope=None,
         )
         count = -(-TOKENS // page_size)
         order = np.random.default_rng(page_size).permutation(SIZE // page_size)[:count]
@@ -600,6 +604,20 @@ def test_sglangs_reduction_fails_a_prompt_only_once_no_rank_uses_its_pages(
     receiver.abort()
 
 
+def test_every_loop_of_sglangs_scheduler_reduces_the_votes_of_prompts(backend):
+    """That of pipeline parallelism, too, which has a name of its own for it; and a first stage asks senders again."""
+    from sglang.srt.disaggregation import prefill, utils
+    from sglang.srt.managers import scheduler_pp_mixin
+
+    backend.hook_queues()
+    hooked = utils.poll_and_all_reduce_attn_cp_tp_group
+    for each in (prefill, scheduler_pp_mixin):
+        assert each.poll_and_all_reduce_attn_cp_tp_group is hooked
+    assert hooked.__module__ != utils.__name__ or hasattr(hooked, "__wrapped__")
+    sender = Mock(spec=backend.KVSender, stage=WAITING, kv_mgr=Mock(turn=1), _turn=0)
+    assert backend.KVSender.poll_pp_consensus(sender) == WAITING
+
+
 def test_a_decode_engine_that_would_free_pages_in_use_is_refused(backend, monkeypatch):
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
     with pytest.raises(ConfigError, match="DEFERRED_DECODE_KV_RELEASE"):
@@ -817,6 +835,18 @@ def test_states_of_another_type_with_as_many_bytes_are_refused(backend, monkeypa
                 receiver.failure_exception()
 
 
+def test_states_in_the_order_of_amx_are_refused_where_that_is_another(backend, monkeypatch):
+    with closing(Side(backend, "prefill", 16, "cpu", "mamba")) as prefill:
+        monkeypatch.setattr(backend, "cpu_has_amx_support", lambda: True)
+        with closing(Side(backend, "decode", 32, "cpu", "mamba")) as decode:
+            _, sender, receiver = _asked(backend, (prefill, decode))
+            _send_first(prefill, sender)
+            _load(decode, receiver)
+            _until(FAILED, receiver)
+            with pytest.raises(IncompatiblePeerError, match="amx"):
+                receiver.failure_exception()
+
+
 def test_types_whose_scales_sglang_does_not_list_are_refused(backend, monkeypatch):
     """Their values would arrive without the numbers by which they are multiplied."""
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
@@ -835,19 +865,6 @@ def test_types_whose_scales_sglang_does_not_list_are_refused(backend, monkeypatc
     )
     listed_pointers = listed(pool, 16, num_layers=LAYERS).kv_data_ptrs
     assert {each.data_ptr() for each in pool.k_scale_buffer}.isdisjoint(listed_pointers)
-
-
-def test_states_in_the_order_of_amx_are_refused_where_that_is_another(backend, monkeypatch):
-    with closing(Side(backend, "prefill", 16, "cpu", "mamba")) as prefill:
-        monkeypatch.setattr(backend, "cpu_has_amx_support", lambda: True)
-        with closing(Side(backend, "decode", 32, "cpu", "mamba")) as decode:
-            _, sender, receiver = _asked(backend, (prefill, decode))
-            _send_first(prefill, sender)
-            _load(decode, receiver)
-            _until(FAILED, receiver)
-            with pytest.raises(IncompatiblePeerError, match="amx"):
-                receiver.failure_exception()
-
     for dtype in ("fp4_mx_block16", "nvfp4", "mxfp8", "int3"):
         monkeypatch.setattr(Side, "kv_cache_dtype", dtype)
         with pytest.raises(ConfigError, match=dtype) as refused:
@@ -874,6 +891,71 @@ def test_windows_in_a_decode_engines_prefix_cache_are_refused_in_pages_of_one_to
             pass
     with pytest.raises(ConfigError, match="radix_cache with sliding windows"):
         Side(backend, "decode", 1, "cpu", "swa")
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_prefix_that_is_being_loaded_is_not_published(backend, monkeypatch, looks):
+    """Only some releases look whether host memory is still being copied to it: theirs take one argument more."""
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Mixin
+
+    monkeypatch.setattr(Side, "has_host_cache", True)
+    method, name = Mixin.maybe_send_cached_prefix_chunk, "maybe_send_cached_prefix_chunk"
+    own = "allow_send" in inspect.signature(method).parameters
+    scheduler = Mock(enable_staging=False, enable_overlap=False)
+    scheduler.token_to_kv_pool_allocator.page_size = 32
+    req = Mock(pending_bootstrap=False, host_hit_length=0, start_send_idx=0)
+    req.prefix_len, req.prefix_indices = 32, range(32)
+    method(scheduler, req, **({"allow_send": False} if own else {}))
+    assert scheduler.send_kv_chunk.called == (not own)
+    if own != looks:
+        monkeypatch.setattr(Mixin, name, _looking if looks else _not_looking)
+    for mode in ("decode", "prefill") if looks else ("decode",):
+        with closing(Side(backend, mode, 32, "cpu")):
+            pass
+    if looks:
+        return
+    with pytest.raises(ConfigError, match=r"enable_hierarchical_cache .*CACHED_PREFIX=0"):
+        Side(backend, "prefill", 32, "cpu")
+    monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
+    with closing(Side(backend, "prefill", 32, "cpu")):
+        pass
+
+
+def _looking(self, req, allow_send=True):
+    pass
+
+
+def _not_looking(self, req):
+    pass
+
+
+def test_states_in_a_decode_engines_host_cache_are_refused(backend, monkeypatch):
+    monkeypatch.setattr(Side, "has_host_cache", True)
+    with closing(Side(backend, "decode", 16, "cpu", "mamba")):
+        pass
+    backend.get_disagg().disaggregation_decode_enable_radix_cache = True
+    for mode, kind in [("decode", "mha"), ("prefill", "mamba")]:
+        monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
+        with closing(Side(backend, mode, 16, "cpu", kind)):
+            pass
+    with pytest.raises(ConfigError, match=r"enable_hierarchical_cache with .* recurrent states"):
+        Side(backend, "decode", 16, "cpu", "mamba")
+
+
+def test_sglang_loads_a_prefixs_state_into_the_slot_of_the_request():
+    """Which is why: by its own code, for a state that only host memory has."""
+    from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase, ComponentType
+    from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
+
+    slot, kept = torch.tensor(3), torch.tensor([7])
+    data = {ComponentType.MAMBA: SimpleNamespace(value=None, host_value=kept)}
+    node = SimpleNamespace(id=1, component_data=data)
+    transfers = MambaComponent.build_hicache_transfers(
+        object.__new__(MambaComponent), node, CacheTransferPhase.LOAD_BACK, mamba_pool_idx=slot
+    )
+    assert [slot.item()] in [
+        each.device_indices.tolist() for each in transfers if each.device_indices is not None
+    ]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32])

@@ -32,7 +32,9 @@ def described(tmp_path, monkeypatch):
     # what other tests of this process have loaded
     monkeypatch.setattr(factory, "_ROPE_DICT", {})
 
-    def describe(fields, folder=tmp_path, context_length=None, **overrides):
+    def describe(
+        fields, folder=tmp_path, context_length=None, rotates_with_norms=False, **overrides
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(fields))
         model = ModelConfig(
@@ -41,7 +43,7 @@ def described(tmp_path, monkeypatch):
             trust_remote_code=False,
             context_length=context_length,
         )
-        return description(model, shape, "m")
+        return description(model, shape, "m", rotates_with_norms=rotates_with_norms)
 
     return describe
 
@@ -118,3 +120,51 @@ def test_the_commit_of_a_folder_of_the_hubs_cache_is_stated(described, tmp_path)
     folder = tmp_path / "models--org--m" / "snapshots" / commit
     assert described(QWEN, folder).revision == f"org/m@{commit}"
     assert described(QWEN).revision == ""
+
+
+@pytest.mark.parametrize(
+    "given, is_equal",
+    [
+        ({"factor": 2.0, "original_max_position_embeddings": 65536}, True),
+        ({"factor": 4.0, "original_max_position_embeddings": 65536}, False),
+        (
+            {
+                "factor": 2.0,
+                "original_max_position_embeddings": 65536,
+                "attention_factor": 1.5,
+            },
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_rotates_by_another_rule_is_stated(described, monkeypatch, given, is_equal):
+    """What SGLang's kernel for norms and rotation gets, beside what its module multiplies by."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+    from sglang.srt.models.qwen3_moe import compute_yarn_parameters
+
+    monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base._is_cpu", True)
+    scaling = {"rope_theta": 1000000, "rope_type": "yarn", **given}
+    config = SimpleNamespace(
+        rope_parameters=scaling,
+        max_position_embeddings=131072,
+        hidden_size=256,
+        num_attention_heads=4,
+    )
+    factor, _, _, attention_factor = compute_yarn_parameters(config)
+    made = get_rope(64, 64, 131072, 1000000, rope_scaling=scaling)
+    both = (made.scaling_factor, made.mscale), (factor, attention_factor)
+    assert all(map(math.isclose, *both)) == is_equal
+    lengths = {"max_position_embeddings": 131072, "rope_scaling": scaling}
+    plain = described(QWEN, **lengths)
+    fused = described(QWEN, rotates_with_norms=True, **lengths)
+    (_, text), (_, fused_text) = plain.position_encodings[0], fused.position_encodings[0]
+    assert text != fused_text
+    assert "--enable-fused-qk-norm-rope" in fused_text
+    assert fused == described(QWEN, rotates_with_norms=True, **lengths)
+    longer = lengths | {"max_position_embeddings": 262144}
+    assert fused != described(QWEN, rotates_with_norms=True, **longer)
+
+
+def test_plain_rotation_is_the_same_in_every_kernel(described):
+    assert described(QWEN) == described(QWEN, rotates_with_norms=True)

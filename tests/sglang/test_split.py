@@ -132,7 +132,12 @@ class Ranks:
 
 
 SERVER = SimpleNamespace(
-    device="cpu", served_model_name="small", model_path="", enable_hisparse=False
+    device="cpu",
+    served_model_name="small",
+    model_path="",
+    enable_hisparse=False,
+    enable_hierarchical_cache=False,
+    enable_fused_qk_norm_rope=None,
 )
 
 

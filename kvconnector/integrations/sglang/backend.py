@@ -7,6 +7,7 @@ tells a backend nothing: on both sides when the request gets its sender or recei
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -34,6 +35,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
@@ -65,6 +67,7 @@ from kvconnector.integrations.model_values import (
     longrope_length,
     position_encodings,
     revision_of,
+    rope_parameters,
 )
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
@@ -111,6 +114,9 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 RELEASE, RESUME = f"{UPDATER}.release_memory_occupation", f"{UPDATER}.resume_memory_occupation"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
+
+FUSED_ROPE = "--enable-fused-qk-norm-rope"
+"""SGLang's option for a kernel that normalises and rotates keys, in Qwen3-MoE and Mellum on CUDA."""
 
 FEATURE_PACKAGES = (
     *("sglang", "torch", "torchvision", "transformers", "pillow", "numpy"),
@@ -171,7 +177,10 @@ class KVManager(RankTransfers, BaseKVManager):
             args=args,
             shape=shape,
             model=description(
-                model, shape, server_args.served_model_name or server_args.model_path
+                model,
+                shape,
+                server_args.served_model_name or server_args.model_path,
+                rotates_with_norms=_rotates_with_norms(server_args),
             ),
             gather=lambda payload: of_engine(payload, dp_rank, group),
             directory_port=port + 1 + dp_rank,
@@ -573,6 +582,17 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
             and "swa" in args.state_types
             and args.page_size == 1
         ),
+        # a prefix that another request of the same step has loaded from host memory is published while the copy runs
+        "enable_hierarchical_cache before SGLang 0.5.23, unless SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0": (
+            is_prefill and server_args.enable_hierarchical_cache and _sends_what_is_being_loaded()
+        ),
+        # it copies the state at the cached prefix's end into the slot that a load writes to, maybe after the load
+        "enable_hierarchical_cache with disaggregation_decode_enable_radix_cache and recurrent states": (
+            not is_prefill
+            and server_args.enable_hierarchical_cache
+            and disagg.disaggregation_decode_enable_radix_cache
+            and "mamba" in args.state_types
+        ),
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
         # their kernels have other pages there
@@ -581,6 +601,22 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
             _is_sparse(args) and bool(envs.SGLANG_OPT_SM120_DIRECT_SWA_KV.get())
         ),
     }
+
+
+def _sends_what_is_being_loaded() -> bool:
+    """Return True if this release publishes a cached prefix before a step, without asking whether host memory is still
+    being copied to it.
+    """
+    if not envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get():
+        return False
+    method = SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk
+    return "allow_send" not in inspect.signature(method).parameters
+
+
+def _rotates_with_norms(server_args: Any) -> bool:
+    """Return True if a kernel may rotate keys that has its own rule for scaled position encodings."""
+    is_cuda = server_args.device == "cuda" and not torch.version.hip
+    return is_cuda and bool(server_args.enable_fused_qk_norm_rope)
 
 
 def _namespace_of(server_args: Any) -> str:
@@ -610,8 +646,17 @@ def _is_sparse(args: KVArgs) -> bool:
     return "dsa" in args.state_types or getattr(args, "mla_compression_ratios", None) is not None
 
 
-def description(model: ModelConfig, shape: Shape, name: str) -> ModelDescription:
-    """Return what another engine must have in common with this one, beside its cache's shape."""
+def description(
+    model: ModelConfig, shape: Shape, name: str, *, rotates_with_norms: bool = False
+) -> ModelDescription:
+    """Return what another engine must have in common with this one, beside its cache's shape.
+
+    Args:
+        model: SGLang's configuration of the model.
+        shape: The rank's shape.
+        name: The model's name.
+        rotates_with_norms: The option `FUSED_ROPE` is on, and takes effect on this device.
+    """
     config = model.hf_text_config
     fields = config_fields(config)
     if (length := longrope_length(config)) is not None:
@@ -622,10 +667,28 @@ def description(model: ModelConfig, shape: Shape, name: str) -> ModelDescription
         model=name,
         dtype=shape.dtype,
         num_layers=shape.num_layers,
-        position_encodings=position_encodings(config, yarn_scale=_yarn_scale()),
+        position_encodings=(
+            _fused_encodings(config)
+            if rotates_with_norms
+            else position_encodings(config, yarn_scale=_yarn_scale())
+        ),
         revision=revision_of(model.model_path, model.revision),
         config=fields,
     )
+
+
+def _fused_encodings(config: Any) -> tuple[tuple[str, str], ...]:
+    """Return the position encodings with what the kernel of `FUSED_ROPE` makes of scaled ones. It takes the quotient of
+    the model's two lengths for the factor, and reads `attention_factor`, which SGLang's modules do not.
+    """
+    given = rope_parameters(config)
+    found = []
+    for kind, text in position_encodings(config):
+        own = given.get(kind) or next(iter(given.values()), {})
+        read = f"{config.max_position_embeddings} tokens, factor {own.get('attention_factor')}"
+        is_scaled = not text.startswith("default(")
+        found.append((kind, f"{text} by {FUSED_ROPE} ({read})" if is_scaled else text))
+    return tuple(found)
 
 
 def _yarn_scale() -> float | None:

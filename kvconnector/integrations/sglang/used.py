@@ -125,6 +125,11 @@ ENTRIES: tuple[Entry, ...] = (
     Mentioned(DECODE, ("deferred_kv_release_timeout",)),
     Name(f"{DECODE}:DecodePreallocQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{PREFILL}:PrefillBootstrapQueue.create_sender", ("req",)),
+    Name(f"{PREFILL}:SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk", ("req",)),
+    Mentioned(
+        "srt/arg_groups/field_order.py",
+        ("enable_hierarchical_cache", "enable_fused_qk_norm_rope"),
+    ),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
     Name(f"{UTILS}:MetadataBuffers.set_buf", ("req",)),
@@ -173,6 +178,7 @@ ENTRIES: tuple[Entry, ...] = (
             "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE",
             "SGLANG_RUST_SERVER",
+            "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX",
         ),
     ),
     Name(f"{DECODE}:DecodePreallocQueue._create_receiver_and_enqueue", ("req", "is_rebootstrap")),
@@ -227,13 +233,13 @@ ENTRIES: tuple[Entry, ...] = (
     Unchanged(f"{POOLS}:HybridLinearKVPool.get_contiguous_buf_infos", ("9c1de9793d68de84",)),
     Unchanged(f"{POOLS}:HybridLinearKVPool.get_state_buf_infos", ("2552c3d870037038",)),
     Unchanged(f"{POOLS}:MambaPool.get_contiguous_buf_infos", ("ca7e4088996b5b15",)),
+    Unchanged(f"{POOLS}:MambaPool._iter_transfer_state_entries", ("50448600ac4065ef",)),
     Unchanged(f"{WINDOWS}:SWAKVPool.get_contiguous_buf_infos", ("97dee9ed328f69ed",)),
     Unchanged(f"{WINDOWS}:SWAKVPool.get_state_buf_infos", ("de58d8adf6cb34c1",)),
 )
 
 V4 = "srt/mem_cache/deepseek_v4_memory_pool.py:DeepSeekV4TokenToKVPool"
 SPARSE: tuple[Entry, ...] = (
-    Unchanged(f"{POOLS}:MambaPool._iter_transfer_state_entries", ("50448600ac4065ef",)),
     Unchanged(f"{POOLS}:DSATokenToKVPool.get_state_buf_infos", ("80f8dd238f345cc9",)),
     Unchanged(
         "srt/mem_cache/index_key_cache.py:IndexKeyCache.state_buf_infos", ("2db209a094c53f63",)
