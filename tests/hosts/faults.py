@@ -200,7 +200,7 @@ async def inject(cluster, name, phase):
     request = asyncio.ensure_future(ask(cluster, 0))
     others_before = await Others().ask(cluster, request.done)
     assert await request == "right tokens"
-    assert not others_before.errors
+    assert not others_before.errors, others_before.errors
     if phase == "greeting":
         # a consumer that has greeted no producer
         await cluster.running["d1"].stop()
@@ -216,7 +216,7 @@ async def inject(cluster, name, phase):
     outcome = await request
     await fault_ends
     if not name.startswith("producer"):
-        assert not others.errors
+        assert not others.errors, others.errors
     await cluster.repair()
     repaired_s = time.monotonic()
     while (again := await ask(cluster, 0)) != "right tokens":
