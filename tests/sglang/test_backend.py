@@ -40,6 +40,7 @@ ROWS = 4
 SENT_ROW, READ_ROW = 1, 2
 BOOTSTRAPPING, WAITING, SUCCESS, FAILED = 1, 2, 4, 0
 LIMIT_S = 100.0
+OTHER_CACHES = ("enable_lmcache", "enable_unified_cache_external_linker")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 20, (1,), (0, 2)
 
@@ -52,6 +53,7 @@ class Side:
 
     kv_cache_dtype = "auto"
     has_host_cache = False
+    other_caches = ()
 
     def __init__(self, backend, mode, page_size, device, kind="mha"):
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
@@ -71,6 +73,7 @@ class Side:
             served_model_name="small",
             model_path="",
             enable_hisparse=False,
+            **{name: name in self.other_caches for name in OTHER_CACHES},
             enable_hierarchical_cache=self.has_host_cache,
             enable_fused_qk_norm_rope=None,
         )
@@ -919,6 +922,14 @@ def test_a_prefix_that_is_being_loaded_is_not_published(backend, monkeypatch, lo
     monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
     with closing(Side(backend, "prefill", 32, "cpu")):
         pass
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("name", OTHER_CACHES)
+def test_caches_whose_copies_nobody_has_read_are_refused(backend, monkeypatch, name, mode):
+    monkeypatch.setattr(Side, "other_caches", (name,))
+    with pytest.raises(ConfigError, match=name):
+        Side(backend, mode, 32, "cpu")
 
 
 def _looking(self, req, allow_send=True):

@@ -136,6 +136,8 @@ SERVER = SimpleNamespace(
     served_model_name="small",
     model_path="",
     enable_hisparse=False,
+    enable_lmcache=False,
+    enable_unified_cache_external_linker=False,
     enable_hierarchical_cache=False,
     enable_fused_qk_norm_rope=None,
 )

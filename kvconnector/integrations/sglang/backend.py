@@ -593,6 +593,9 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
             and disagg.disaggregation_decode_enable_radix_cache
             and "mamba" in args.state_types
         ),
+        # nobody has read when they write pages that are published or loaded
+        "enable_lmcache": server_args.enable_lmcache,
+        "enable_unified_cache_external_linker": server_args.enable_unified_cache_external_linker,
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
         # their kernels have other pages there

@@ -128,7 +128,12 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{PREFILL}:SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk", ("req",)),
     Mentioned(
         "srt/arg_groups/field_order.py",
-        ("enable_hierarchical_cache", "enable_fused_qk_norm_rope"),
+        (
+            "enable_hierarchical_cache",
+            "enable_fused_qk_norm_rope",
+            "enable_lmcache",
+            "enable_unified_cache_external_linker",
+        ),
     ),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
     Name(f"{UTILS}:poll_and_all_reduce_attn_cp_tp_group", ("pollers",)),
