@@ -1,13 +1,13 @@
 """How attention backends of vLLM store a cache with one vector per token, by backend and by the bytes of a vector.
 
 MLA latents, the keys of sparse attention's indexers and the states of compressors are registered as `[B, 1, N, C]`,
-whatever their inside. Most are stored as this shape says: *rows*, one after the other. Some quantised ones are stored
-in *planes*: a page has the values of all of its rows, then the scales of all of its rows, then maybe padding. Their
-shape does not show it, and neither does their element type: rows of bytes may be either.
+whatever they contain. Most are stored as this shape says: *rows*, one after the other. Some quantised ones are stored
+in *planes*: a page has the values of all of its rows, then the scales of all of its rows, then maybe padding. Neither
+the shape nor the element type shows which it is: a tensor of bytes may be either.
 
-If planes were treated as rows, a page that is not full would bring its values without their scales. So this table says
-how each known backend stores rows of each known width. Anything else is refused, because a page that is moved in the
-wrong order reads as numbers, only as wrong ones.
+If planes were treated as rows, a page that is not full would arrive with its values and without their scales. So this
+table says how each known backend stores rows of each known width. Anything else is refused: an engine that reads a page
+in the wrong order computes with wrong numbers and reports no error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Planes = tuple[tuple[str, int], ...]
-"""The name and the bytes of a row of each plane of a page, in their order."""
+"""The planes of a page, in their order: the name of each, and the bytes of one of its rows."""
 
 DENSE = frozenset(
     {
@@ -47,16 +47,17 @@ SPARSE = frozenset(
 """Backends of DeepSeek-V3.2 and GLM-5.x, whose latents are rows, too. A row of `fp8_ds_mla` has 656 bytes: 512 values,
 their scales, and 64 unquantised ones."""
 INDEXERS_OF_KEYS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
-"""Indexers whose keys have no scales of their own. The kernel that stores them finds a key by its slot alone, as if no
-block's end were apart from the next one's beginning."""
+"""Indexers whose keys have no scales of their own. The kernel that stores a key computes its address from the slot
+alone, as if there were no gaps between blocks."""
 COMPRESSED = frozenset({"CompressorBackend", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"})
-"""DeepSeek-V4's compressors, whose states are float32, a backend that stores its latents unpacked, and its window."""
+"""Backends of DeepSeek-V4: compressors, whose states are float32, one that stores its latents unpacked, and one for its
+sliding window."""
 PLAIN = DENSE | SPARSE | INDEXERS_OF_KEYS | COMPRESSED
 """Backends that store elements, as opposed to packed bytes, in rows."""
 
 _ROWS: Planes = ()
 _SCALED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER")
-"""Indexers that quantise each key, and keep its scale of four bytes. vLLM registers both as one vector of bytes."""
+"""Indexers that quantise each key and keep a scale of four bytes for it. vLLM registers both as one vector of bytes."""
 _PACKED: Mapping[tuple[str, int], Planes] = {
     ("FLASHMLA_SPARSE", 656): _ROWS,
     ("FLASHINFER_MLA_SPARSE_SM120", 656): _ROWS,
@@ -79,10 +80,10 @@ PAGE_TOKENS: Mapping[str, int] = {
     "CPU_V4_INDEXER": 256,
     "DEEPSEEK_SPARSE_SWA": 64,
 }
-"""Tokens in a page of the kernels whose pages do not follow from the tensor: vLLM's blocks may hold several."""
+"""Tokens in a page, for backends whose tensors do not show it. One block of vLLM's may hold several pages."""
 MOST_PAGE_ROWS: Mapping[str, int] = {"DEEPSEEK_V32_INDEXER": 64}
-"""The most rows in a page of a kernel that takes pages of several lengths. A longer block of rows of several tokens, as
-GLM-5.3's, holds several pages, which vLLM shows to the kernel alone."""
+"""The most rows in a page, for backends whose pages may have several lengths. If a row stands for several tokens, as in
+GLM-5.3, a block with more rows holds several pages. The tensor does not show them; only the kernel sees them."""
 
 
 def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None:
@@ -90,12 +91,11 @@ def planes_of(backend: str, row_bytes: int, *, is_opaque: bool) -> Planes | None
 
     Args:
         backend: The name of the layer's attention backend.
-        row_bytes: Bytes of a vector.
-        is_opaque: The vector is packed bytes, of several kinds, instead of elements.
+        row_bytes: Bytes of one row, the cached vector.
+        is_opaque: A row is packed bytes of several kinds, instead of elements of one type.
 
     Returns:
-        Each plane's name and bytes of a row; empty if a page consists of rows, and None if nobody has read how this
-        backend stores them.
+        The planes; empty if a page consists of rows, and None if it is not known how this backend stores them.
     """
     if is_opaque or backend in _SCALED:
         return _PACKED.get((backend, row_bytes))

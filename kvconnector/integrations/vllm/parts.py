@@ -160,7 +160,7 @@ def planes_of_pages(cache: LayerCache) -> Planes:
     """Return the planes of a latent cache's pages, as in `latents`; empty if these are rows.
 
     Raises:
-        GeometryError: nobody has read how the layer's backend stores such rows.
+        GeometryError: it is not known how the layer's backend stores such rows.
     """
     is_opaque = cache.spec.state_content_bytes is not None
     planes = planes_of(cache.backend, cache.row_bytes, is_opaque=is_opaque)
@@ -219,7 +219,7 @@ def _latent_parts(cache: LayerCache) -> list[Part]:
 
 def _ring_part(cache: LayerCache) -> Part:
     """Return the part of a ring: a block has all of a request's recent tokens, each at its position modulo the ring's
-    length. Nobody divides it, so its bytes are one head of one token.
+    length. It is moved as a whole, so its bytes are one head of one token.
     """
     tensor = cache.tensor
     item = tensor.element_size()

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def engine_groups() -> list[ProcessGroup]:
-    """Return the groups that join this rank with all others of its engine, one dimension each: by a value that each of
-    them agrees on, one after the other, all ranks agree. None for a single rank.
+    """Return vLLM's process groups in which this rank has peers, one for each dimension of parallelism. If all ranks
+    of the engine reduce a value over one group after the other, they all get the same result. Empty if the engine has
+    a single rank.
     """
     from vllm.distributed import parallel_state
 
@@ -34,7 +35,7 @@ def engine_groups() -> list[ProcessGroup]:
 
 
 def is_any(mine: bool, groups: Iterable[ProcessGroup], wait_s: float) -> bool:
-    """Return True if `mine` is true in any rank; all ranks of `groups` call this, and wait for each other.
+    """Return True if `mine` is true in any rank of the engine. All ranks call this, and wait for each other.
 
     Args:
         mine: This rank's value.
@@ -58,7 +59,7 @@ class Placement:
     """One worker's place in its engine.
 
     `rank` counts all workers of a pipeline stage, as in vLLM's handshake. `tp_rank` determines the worker's heads, and
-    `context_parallel` its tokens. A replica holds what another worker holds, and other engines do not know it.
+    `context_parallel` its tokens. A replica holds the same cache as another worker, and other engines do not know it.
     """
 
     rank: Rank
@@ -78,8 +79,8 @@ class Placement:
     ) -> Placement:
         """Make the placement from a worker's ranks in vLLM's groups.
 
-        With prefill context parallelism alone, each of its ranks holds the whole cache. With decode context parallelism
-        too, whose groups then span these ranks, each rank holds its own tokens.
+        With prefill context parallelism alone, each of its ranks holds the cache of all tokens. With decode context
+        parallelism too, whose groups then span these ranks, each rank holds only its share of the tokens.
         """
         if parallel.decode_context_parallel_size == 1:
             return cls(rank=Rank(pp_rank, tp_rank), tp_rank=tp_rank, is_replica=pcp_rank > 0)

@@ -9,9 +9,9 @@ Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchro
 synchronous load belongs to the step that uses it. States and windows are those at the end of the last range. vLLM
 allocates blocks for these only, so those that an earlier child has for other positions are not loaded.
 
-A tier still stores a finished request's blocks after vLLM has given them to other requests. `OffloadingConnector`
-fences that: a step that computes into such a block first waits for the store. Up to vLLM 0.32 it does not see the
-blocks into which another connector loads, so they are added to its fence here. In 0.33 it does.
+A tier may still be storing a finished request's blocks when vLLM gives them to another request. `OffloadingConnector`
+has a fence for that: a step that computes into such a block first waits for the store. Up to vLLM 0.32 the fence does
+not cover blocks into which another connector loads, so they are added to it here. In 0.33 it does.
 
 The scheduler's side decides, and each worker counts. A worker reports a request once all of its children have ended,
 as failed if one of them failed, since vLLM's aggregator expects one report from each worker. Blocks that a child
@@ -95,7 +95,7 @@ class RangeConnector(MultiConnector):
             for child in self._connectors
             if isinstance(child, OffloadingConnector) and child.connector_scheduler is not None
         ]
-        """The scheduler's side of children that go on reading blocks which vLLM has given to other requests."""
+        """The scheduler's side of children that may still read blocks which vLLM has given to other requests."""
         if not all(hasattr(tier, "_current_batch_allocated_block_ids") for tier in self._tiers):
             raise ConfigError(
                 "kvconnector cannot make OffloadingConnector end its stores from blocks that are to be loaded: it"
@@ -105,9 +105,11 @@ class RangeConnector(MultiConnector):
         self._shares: dict[str, dict[int, int]] = {}
         """How many tokens each child loads of a request, by the child's position."""
         self._new_loads: dict[str, int] = {}
+        """The next step's `extra_async_loads`."""
         self._unended_loads: dict[str, int] = {}
         """On a worker: how many children of a request have yet to end, less one."""
         self._failed: set[str] = set()
+        """On a worker: requests that one child failed to load, until all of their children have ended."""
 
     # -- scheduler --
 
@@ -141,7 +143,7 @@ class RangeConnector(MultiConnector):
 
     def _fence_stores(self, blocks: KVCacheBlocks) -> None:
         """Let workers wait for stores that still read the blocks of a load, before anything is loaded into them."""
-        # those that the prefix cache has are not written
+        # a block that is in the prefix cache already is not written
         written = [
             block.block_id
             for group in blocks.blocks
@@ -201,7 +203,7 @@ class RangeConnector(MultiConnector):
 
 
 def _last(request_ids: Iterable[str], unended: dict[str, int]) -> set[str]:
-    """Take a child's reports. Returns the requests for which it was the last child to end."""
+    """Take a child's reports, and count them in `unended`. Returns the requests of which no other child is left."""
     last = set()
     for request_id in request_ids:
         others = unended.pop(request_id, 0)
