@@ -47,9 +47,12 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A `Handshake`, encoded."""
+    """A `Handshake`, encoded. `taken_by`: the scheduler half that has it. `MultiConnector` gives the first child's
+    to all of them.
+    """
 
     payload: bytes
+    taken_by: object = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, handshake: Handshake) -> HandshakeMetadata:
