@@ -4,9 +4,12 @@ import random
 
 import pytest
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+import kvconnector.integrations.vllm as integration
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import MultiConnector, ranges
 from kvconnector.integrations.vllm.messages import WorkerReport
@@ -130,6 +133,25 @@ def test_a_load_waits_for_no_store_of_blocks_that_it_does_not_write(world):
     (load,) = engine.news(planned).loads
     assert load.token_ranges == ((2 * SIZE, 6 * SIZE - 1),)
     assert planned.kv_connector_metadata.metadata[0].jobs_to_flush == set()
+
+
+@pytest.mark.parametrize("backend", ["native", "lmcache"])
+@pytest.mark.parametrize("beside", [{}, FAKE])
+def test_an_option_that_replaces_the_connector_is_refused(model, backend, beside):
+    engine = {"kv_offloading_size": 1, "kv_offloading_backend": backend}
+    with pytest.raises(ConfigError, match="--kv-offloading-size replaces kvconnector's connector"):
+        w.vllm_config(model, engine=engine, **beside)
+
+
+def test_statistics_of_a_child_that_is_found_by_its_path_need_no_plugin(monkeypatch):
+    """Else the first load would end vLLM's API server, which looks the child's class up by name."""
+    monkeypatch.delitem(KVConnectorFactory._registry, "KVConnector", raising=False)
+    child = {"kv_connector": "KVConnector", "kv_connector_module_path": integration.__name__}
+    KVConnectorFactory.get_connector_class(KVTransferConfig(kv_role="kv_both", **child))
+    data = {"KVConnector": {"transfer_duration": [1.0], "bytes_transferred": [1]}}
+    for multi in (multi_connector.MultiConnector, MultiConnector):
+        found = multi.build_kv_connector_stats(data).reduce()
+        assert found["KVConnector"]["Num successful transfers"] == 1
 
 
 def test_a_tier_that_records_its_blocks_in_another_way_is_refused(model, monkeypatch):

@@ -17,6 +17,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from kvconnector.errors import ConfigError
 from kvconnector.integrations.contract import Sources, admit, differences, policy_of
 from kvconnector.integrations.vllm import used
 
@@ -28,6 +29,8 @@ __all__ = ["SUPPORTED_VLLM", "KVConnector", "register"]
 logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "KVConnector"
+OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+"""What `--kv-offloading-size` makes of the connector's name, while `kv_connector_module_path` stays."""
 SUPPORTED_VLLM = ((0, 31), (0, 32), (0, 33))
 """Supported (major, minor) releases. vLLM changes its connector interface between minor releases.
 
@@ -48,6 +51,13 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> object:
+    if name in OFFLOADING:
+        raise ConfigError(
+            "--kv-offloading-size replaces kvconnector's connector with one of vLLM's: leave the option out, and name"
+            " the cache tier as another child of a MultiConnector (docs/vllm.md, Beside a cache tier)",
+            kv_connector=name,
+            kv_connector_module_path=__name__,
+        )
     if name not in {CONNECTOR_NAME, "NixlConnector", "MultiConnector"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm
@@ -58,6 +68,8 @@ def __getattr__(name: str) -> object:
         from kvconnector.integrations.vllm.ranges import RangeConnector
 
         return RangeConnector
+    # `MultiConnector` finds the class of a child's statistics by name, even if it has found the child by its path
+    register()
     from kvconnector.integrations.vllm.connector import KVConnector
 
     return KVConnector
