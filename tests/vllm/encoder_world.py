@@ -22,16 +22,17 @@ from vllm.multimodal.inputs import (
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin as Mixin
 
 from kvconnector.integrations.vllm.encoder import EncoderConnector
+from kvconnector.integrations.vllm.messages import GroupInfo
 from tests.vllm.cache_world import SIZE as BLOCK_SIZE
 from tests.vllm.cache_world import attention
 from tests.vllm.harness.encoder import HIDDEN, IMAGE_TOKENS
-from tests.vllm.scheduler_world import cache_config
+from tests.vllm.scheduler_world import cache_config, handshake
 
 TIMEOUT_S = 30.0
 
@@ -46,8 +47,17 @@ def transfer(role, engine_id="e", **extra):
     )
 
 
-def vllm_config(model, role, engine_id="e", **extra):
+def vllm_config(model, role, engine_id="e", *, kv_role=None, **extra):
+    """`kv_role`: the engine also has our connector of KV caches."""
+    caches = {
+        "kv_connector": "KVConnector",
+        "kv_connector_module_path": "kvconnector.integrations.vllm",
+        "kv_role": kv_role,
+        "kv_load_failure_policy": "recompute",
+        "engine_id": "e",
+    }
     config = EngineArgs(
+        kv_transfer_config=caches if kv_role else None,
         model=model,
         enforce_eager=True,
         dtype="float32",
@@ -103,25 +113,28 @@ class Engine:
             hash_block_size=hash_size,
             log_stats=True,
         )
+        if config.kv_transfer_config:
+            infos = (GroupInfo(vllm_group=0, kernel_blocks=1),)
+            shake = handshake(infos, role=config.kv_transfer_config.kv_role)
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shake})
         self.connector = self.scheduler.ec_connector
         self._worker = EncoderConnector(config, ECConnectorRole.WORKER)
         self._width, self._count = width, 0
         self.cache, self.encodes, self.errors, self.params = {}, [], [], {}
+        self.kv_params = {}
 
     @property
     def half(self):
         return self.connector._scheduler
 
-    def add(self, *features, params=None, tokens=None, max_tokens=1):
+    def add(self, *features, params=None, kv_params=None, tokens=None, max_tokens=1):
         """Queue a request whose prompt begins with these images. Returns its id."""
         self._count += 1
         request_id = f"{self._count}"
         stop = max(each.mm_position.offset + each.mm_position.length for each in features)
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            extra_args={"ec_transfer_params": params} if params is not None else None,
-        )
+        extra = {"ec_transfer_params": params, "kv_transfer_params": kv_params}
+        extra = {name: each for name, each in extra.items() if each is not None}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
         ids = [0] * stop + [(500 * self._count + each) % 997 for each in range(tokens or 5)]
         self.scheduler.add_request(
             Request(
@@ -138,8 +151,10 @@ class Engine:
     def abort(self, request_id):
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def step(self, *, encodes=True):
-        """Take a step as vLLM's runner does. Returns the plan. A step without tokens does not reach the workers."""
+    def step(self, *, encodes=True, **reports):
+        """Take a step as vLLM's runner does. Returns the plan. A step without tokens does not reach the workers.
+        `reports`: what workers report of KV caches.
+        """
         planned = self.scheduler.schedule()
         if planned.total_num_scheduled_tokens:
             with (
@@ -154,6 +169,7 @@ class Engine:
             req_ids=requests,
             req_id_to_index={each: index for index, each in enumerate(requests)},
             sampled_token_ids=[[7] if self._has_prompt(each) else [] for each in requests],
+            kv_connector_output=KVConnectorOutput(**reports) if reports else None,
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
@@ -161,6 +177,7 @@ class Engine:
                     self.errors.append(each.request_id)
                 if each.finish_reason is not None:
                     self.params[each.request_id] = each.ec_transfer_params
+                    self.kv_params[each.request_id] = each.kv_transfer_params
         for hash_ in planned.free_encoder_mm_hashes:
             self.cache.pop(hash_, None)
         return planned
@@ -176,6 +193,8 @@ class Engine:
         return request.num_computed_tokens >= request.num_prompt_tokens
 
     def close(self):
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.shutdown()
         self.connector.shutdown()
         self._worker.shutdown()
 

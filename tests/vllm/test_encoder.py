@@ -21,8 +21,9 @@ from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm.encoder import EncoderConnector, scheduler
 from kvconnector.integrations.vllm.encoder.options import EncoderOptions
 from kvconnector.integrations.vllm.encoder.scheduler import Copy, EncoderStep
+from tests.vllm import scheduler_world
 from tests.vllm.encoder_world import Engine, encoded, feature, run, vllm_config
-from tests.vllm.harness.encoder import HIDDEN, make_image_model
+from tests.vllm.harness.encoder import HIDDEN, IMAGE_TOKENS, make_image_model
 from tests.vllm.test_client_params import junk, values
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
@@ -435,6 +436,35 @@ def test_offers_that_nobody_reads_do_not_fill_the_pool(engine):
         while "remote_request_id" not in params:
             params = offered(producer, feature(name))[name]
     assert len(producer.half._offers) <= 4
+
+
+def test_an_engine_that_prefills_fetches_outputs_and_offers_the_cache(engine):
+    """With both connectors in one engine, an answer has the parameters of both."""
+    encoder, prefill = engine("producer"), engine("consumer", kv_role="kv_producer")
+    params = offered(encoder, feature("a"))
+    kv_params = {"do_remote_decode": True}
+    request = prefill.add(feature("a", has_media=False), params=params, kv_params=kv_params)
+    run([encoder, prefill], lambda: request in prefill.kv_params and not encoder.half._offers)
+    assert torch.equal(prefill.cache["a"], encoded("a", IMAGE_TOKENS, HIDDEN))
+    assert prefill.kv_params[request]["remote_block_ids"]
+    assert request in prefill.scheduler.requests
+    prefill.step(finished_sending={request})
+    assert not prefill.scheduler.requests
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_engine_that_decodes_fetches_outputs_only_for_what_it_computes(engine, is_lost):
+    encoder, decode = engine("producer"), engine("consumer", kv_role="kv_consumer")
+    params = offered(encoder, feature("a"))
+    image = feature("a", has_media=False)
+    request = decode.add(image, params=params, kv_params=scheduler_world.offer(IMAGE_TOKENS + 5))
+    decode.step()
+    assert decode.scheduler.requests[request].status.name == "WAITING_FOR_REMOTE_KVS"
+    ended = {"finished_recving": {request}}
+    decode.step(**ended, **({"failed_recving": {request}} if is_lost else {}))
+    run([encoder, decode], lambda: request in decode.params and not encoder.half._offers)
+    assert ("a" in decode.cache) == is_lost
+    assert decode.encodes == decode.errors == []
 
 
 def test_an_engine_of_both_roles_loads_its_own(engine):
