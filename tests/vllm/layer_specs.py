@@ -200,6 +200,8 @@ def set_up(folder):
     """Make this process the only rank of an engine, in a folder of its own."""
     # vLLM looks at each model's class in a process of its own, which imports all of vLLM again, to keep CUDA untouched
     registry._run_in_subprocess = lambda call: call()
+    # on a processor with AMX vLLM takes a backend for latents that knows no indexer
+    torch.cpu._is_amx_tile_supported = lambda: False
     backend_of = CpuPlatform.get_attn_backend_cls.__func__
 
     def dense_backend_of(cls, selected_backend, attn_selector_config, num_heads=None):
