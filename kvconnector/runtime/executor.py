@@ -79,12 +79,12 @@ class SessionLinks(LinkPort):
 
     def send(self, link: Link, message: m.Message) -> None:
         if type(message) in _COMPLETED:
-            self._complete(link, message)
+            self._send_completed(link, message)
         else:
             self._links.send(link, message)
 
-    def _complete(self, link: Link, message: m.Message) -> None:
-        """Send one of `_COMPLETED`."""
+    def _send_completed(self, link: Link, message: m.Message) -> None:
+        """Send one of `_COMPLETED`, with its other fields."""
         if isinstance(message, m.HelloReply) and not message.refusal:
             inbox = self._links.answer_inbox(link, self._datapath.sends.endpoint(link))
             self._answer(link, msgspec.structs.replace(message, control=inbox))

@@ -65,7 +65,7 @@ packed stay there until newer ones take their place.
 """
 _MAX_EXPECTED_BYTES = 1 << 17
 """The most block ids of a lease that are sent early, in bytes, so that leases nobody reads hold at most 16 MiB of the
-GPU's memory. Reads with more ids take so long that sending them makes no difference.
+GPU's memory. Those of longer leases are sent with their reads.
 """
 MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
 """All multiprocessors together copy a chunk of at most this size in 20 microseconds. They do so with a read's first and
