@@ -5,6 +5,7 @@ step finds the rows and the states that it needs.
 import random
 import time
 from contextlib import ExitStack, closing
+from unittest import mock
 
 import pytest
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
@@ -47,6 +48,7 @@ def layers(*of_kinds):
 WINDOW = attention(kv.SlidingWindowSpec, sliding_window=100)
 CHUNK = attention(kv.ChunkedLocalAttentionSpec, attention_chunk_size=128)
 CACHED, UNCACHED = {"enable_prefix_caching": True}, {"enable_prefix_caching": False}
+INSIDE = {**CACHED, "prefix_match_unit": 16}
 KINDS = {
     # layers and options of the prefill engine, and of the decode engine; blocks of both
     "full": ((layers(attention(), attention()), CACHED), None, (90, 70)),
@@ -59,6 +61,7 @@ KINDS = {
     "chunks and full": ((layers(attention(), CHUNK, attention(), CHUNK), CACHED), None, (170, 120)),
     "states without a prefix cache": ((delta_net("none"), UNCACHED), None, (60, 60)),
     "states in a prefix cache": ((delta_net("align"), CACHED), None, (80, 60)),
+    "hits inside a block": ((delta_net("align"), INSIDE), None, (80, 60)),
     "a prefix cache on one side": (
         (delta_net("none"), UNCACHED),
         (delta_net("align"), CACHED),
@@ -67,30 +70,70 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_step_finds_what_it_reads(model, kind):
-    prefill, decode, num_blocks = KINDS[kind]
+@pytest.fixture
+def pair(model):
+    """Returns a prefill and a decode engine of a kind."""
     with ExitStack() as stack:
-        engines = []
-        roles = (("kv_producer", "p", prefill), ("kv_consumer", "d", decode or prefill))
-        for (role, name, (of_engine, options)), blocks in zip(roles, num_blocks, strict=True):
-            size = max(
-                spec.block_size
-                for spec, _ in of_engine.values()
-                if not isinstance(spec, kv.MambaSpec)
-            )
-            made = Engine(
-                model,
-                role,
-                of_engine,
-                name=name,
-                seed=len(engines),
-                num_blocks=blocks,
-                block_size=size,
-                **options,
-            )
-            engines.append(Computing(stack.enter_context(closing(made))))
-        serve(*engines, random.Random(kind))
+
+        def make(kind):
+            prefill, decode, num_blocks = KINDS[kind]
+            roles = (("kv_producer", "p", prefill), ("kv_consumer", "d", decode or prefill))
+            engines = []
+            for (role, name, (of_engine, options)), blocks in zip(roles, num_blocks, strict=True):
+                size = max(
+                    spec.block_size
+                    for spec, _ in of_engine.values()
+                    if not isinstance(spec, kv.MambaSpec)
+                )
+                made = Engine(
+                    model,
+                    role,
+                    of_engine,
+                    name=name,
+                    seed=len(engines),
+                    num_blocks=blocks,
+                    block_size=size,
+                    **options,
+                )
+                engines.append(Computing(stack.enter_context(closing(made))))
+            return engines
+
+        yield make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_finds_what_it_reads(pair, kind):
+    serve(*pair(kind), random.Random(kind))
+
+
+def test_what_an_aborted_prompt_leaves_of_a_block_is_found_and_loaded(pair, monkeypatch):
+    """vLLM has cached the beginning of a block, and offers it to connectors that store. `KVConnector` stores nothing,
+    so the blocks are free at once.
+    """
+    prefill, decode = pair("hits inside a block")
+    connector = prefill.engine.world.connector
+    asked = mock.Mock(wraps=connector.register_finished_partial_tail)
+    monkeypatch.setattr(connector, "register_finished_partial_tail", asked)
+    tokens = list(range(150))
+    begun = added(prefill, tokens, dict(w.REMOTE_DECODE), 1)
+    while begun.num_computed_tokens < 144:
+        prefill.step()
+    # two blocks of 64 tokens, and the last of those by which vLLM names prefixes
+    assert begun.num_computed_tokens == 144
+    prefill.engine.world.abort(begun.request_id)
+    ((_, _, tails),) = (call.args for call in asked.call_args_list)
+    assert {tokens for _, _, tokens in tails} == {144}
+    assert prefill.engine.world.used_blocks == 0
+    again = added(prefill, tokens, dict(w.REMOTE_DECODE), 1)
+    output = offered(prefill.step, again)
+    assert output.prefill_stats.num_local_cached_tokens == 144
+    request = added(decode, tokens, output.kv_transfer_params, 20)
+    until_s = time.monotonic() + DEADLINE_S
+    while not request.is_finished() and time.monotonic() < until_s:
+        prefill.step()
+        decode.step()
+    assert len(decode.engine.worker.take_stats().transfers) == 1
+    assert request.num_output_tokens == 20
 
 
 def serve(prefill, decode, draw):
@@ -98,7 +141,7 @@ def serve(prefill, decode, draw):
     are loaded while they are computed.
     """
     asked = prefill.engine.world.add(20, dict(w.REMOTE_DECODE), max_tokens=1)
-    params = offered(prefill.step, asked)
+    params = offered(prefill.step, asked).kv_transfer_params
     where = {key: params[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
     known = [[draw.randrange(900) for _ in range(300)]]
     waiting, running, begun, ended = {}, [], 0, 0
@@ -147,5 +190,5 @@ def offered(step, request):
     while time.monotonic() < until_s:
         for output in step():
             if output.request_id == request.request_id and output.kv_transfer_params:
-                return output.kv_transfer_params
+                return output
     raise AssertionError("nothing was offered")
