@@ -3,7 +3,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+)
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 
@@ -51,6 +54,8 @@ def test_a_window_is_loaded_into_the_blocks_after_those_that_are_gone(world):
 
 
 WINDOWED = [attention(), attention(SlidingWindowSpec, sliding_window=SIZE + 8)]
+STATE = {"remote_first_blocks": [0, 0, 158]}
+"""The place of a producer's state after 159 tokens."""
 HALVES = {"remote_block_ids": [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4]]}
 """Blocks of a producer with half our block size. Those of the window begin with its fourth."""
 
@@ -70,6 +75,41 @@ def test_requests_find_only_window_blocks_that_a_load_has_filled(world, offer, f
     _, outputs = engine.step()
     (found,) = [each.prefill_stats for each in outputs if each.request_id == other.request_id]
     assert found.num_local_cached_tokens == (96 if is_found else 0)
+
+
+DRAFTED = [
+    attention(),
+    attention(SlidingWindowSpec, sliding_window=SIZE, extra_retained_tokens=3),
+]
+"""The groups of a model with windows and several draft modules."""
+
+
+def test_requests_find_no_window_block_that_vllm_keeps_but_no_load_fills(world):
+    """With several draft modules it keeps more tokens than the next one sees: after 159 tokens those from token 125 on,
+    of which a load brings those from token 128 on. A request that finds 128 tokens sees those from token 97 on.
+    """
+    engine = world(specs=DRAFTED)
+    _, news = _load(engine, 160, prompt=1, remote_block_ids=[list(range(1, 6))] * 2)
+    assert news.loads[0].token_ranges == ((0, 159), (128, 159))
+    engine.step(finished_recving={"r1"})
+    other = engine.add(150, prompt=1)
+    _, outputs = engine.step()
+    (found,) = [each.prefill_stats for each in outputs if each.request_id == other.request_id]
+    assert found.num_local_cached_tokens == 0
+
+
+def test_vllm_zeroes_blocks_that_no_load_fills(world):
+    """Where a reused block may hold NaN, as beside recurrent states: kernels also multiply what they mask."""
+    if not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"):
+        pytest.skip("vLLM 0.31 does not ask which blocks a load fills")
+    engine = world(specs=[*DRAFTED, w.state_spec()], engine={"enable_prefix_caching": False})
+    engine.add(160, w.offer(160, remote_block_ids=[list(range(1, 6))] * 2 + [[9]], **STATE))
+    planned = engine.scheduler.schedule()
+    (load,) = engine.news(planned).loads
+    _, window, _ = engine.scheduler.kv_cache_manager.get_block_ids("r1")
+    assert load.token_ranges[1] == (128, 159)
+    assert window[:3] == [0] * 3
+    assert window[3] in planned.new_block_ids_to_zero
 
 
 def test_a_loaded_request_that_ends_before_it_runs_leaves_no_partly_filled_block(world):

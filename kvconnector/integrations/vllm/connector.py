@@ -199,8 +199,15 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         self._scheduler.partly_filled.evict_blocks = kv_cache_manager.evict_blocks
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return group_ids
+        """Return the groups whose blocks vLLM need not zero before a load. In windows of which it keeps more tokens
+        than the next one sees, a load leaves whole blocks as they were.
+        """
+        groups = self._kv_cache_config.kv_cache_groups
+        return tuple(
+            each
+            for each in self._kv_cache_config.transfer_group_ids
+            if not _keeps_more(groups[each].kv_cache_spec)
+        )
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -278,6 +285,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _keeps_more(spec: Any) -> bool:
+    """Return True for windows of a model with several draft modules, which may compute a prompt's end again."""
+    of_layers = getattr(spec, "kv_cache_specs", {}).values()
+    return any(getattr(each, "extra_retained_tokens", 0) for each in (spec, *of_layers))
 
 
 def share_vllm_handlers() -> None:

@@ -319,7 +319,7 @@ class SchedulerHalf:
             # these must be another connector's tokens, as we offered none
             logger.exception("request %s is not loaded by this connector", request.request_id)
             return
-        self.partly_filled.expect(request.request_id, loaded, tables)
+        self.partly_filled.expect(request.request_id, loaded, blocks.blocks)
         asked = self._asked.get(request.request_id, NO_PARAMS)
         if num_external and asked.offer is not None and asked.offer.is_followed:
             self._identities[request.request_id] = identities(

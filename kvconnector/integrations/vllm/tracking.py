@@ -9,6 +9,7 @@ from kvconnector.integrations.vllm.blocks import block_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from kvconnector.integrations.vllm.messages import GroupInfo
     from kvconnector.topology import GroupGeometry
@@ -102,7 +103,8 @@ class Siblings:
 
 
 class PartlyFilled:
-    """Blocks of which a load fills only the last tokens, because a window begins there.
+    """Blocks of a window that a load does not fill: those before its first token, of which vLLM keeps some for models
+    with several draft modules, and the one in which that token lies, if it is not the block's first.
 
     vLLM caches them like whole ones, and would give them to a request whose window begins earlier. So they are taken
     out of its prefix cache when a request that was loaded is scheduled or ends, before vLLM looks up another one. They
@@ -123,18 +125,26 @@ class PartlyFilled:
         self.block_tokens = tuple(map(block_tokens, groups, geometries))
 
     def expect(
-        self, request_id: str, loaded: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        loaded: Sequence[tuple[int, int]],
+        tables: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
-        """Record which blocks a load fills in part. `loaded` are the first token and the stop of each of our groups, if
-        there is a load, in rows if it is compressed, and `tables` the block ids of each of vLLM's.
+        """Record which blocks a load does not fill. `loaded` are the first token and the stop of each of our groups, if
+        there is a load, in rows if it is compressed, and `tables` the blocks of each of vLLM's.
         """
-        begins = zip(self._groups, self.block_tokens, loaded, strict=False)
-        blocks = [
-            (info.vllm_group, first // size, tables[info.vllm_group][first // size])
-            for info, size, (start, stop) in begins
-            for first in (start * info.row_tokens,)
-            if start < stop and first % size
-        ]
+        blocks = []
+        for info, size, (start, stop) in zip(self._groups, self.block_tokens, loaded, strict=False):
+            index, inside = divmod(start * info.row_tokens, size)
+            if start >= stop:
+                continue
+            table, number = tables[info.vllm_group], info.vllm_group
+            places = [index] if inside else []
+            if info.keeps == "window":
+                # blocks of a prefix hit have a hash, and new ones get it after the load
+                kept = range(min(index, len(table)))
+                places += [n for n in kept if not table[n].is_null and table[n].block_hash is None]
+            blocks += [(number, place, table[place].block_id) for place in places]
         if blocks:
             self._blocks[request_id] = blocks
 
