@@ -33,7 +33,11 @@ def installed_engines() -> Iterator[InstalledEngine]:
     releases = tuple(f"{major}.{minor}" for major, minor in vllm.SUPPORTED_VLLM)
     for name, known, entries in (
         ("vllm", releases, of_vllm.ENTRIES + of_vllm.RANGES),
-        ("sglang", KNOWN_SGLANG, of_sglang.ENTRIES + of_sglang.SPARSE + of_sglang.SPLIT),
+        (
+            "sglang",
+            KNOWN_SGLANG,
+            of_sglang.ENTRIES + of_sglang.SPARSE + of_sglang.SPLIT + of_sglang.STAGES,
+        ),
     ):
         if found := _version_of(name):
             release = release_of(found)

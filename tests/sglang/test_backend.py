@@ -1000,6 +1000,19 @@ def test_context_parallelism_is_for_copies_in_prefill_engines(backend):
         Side(backend, "decode", 16, "cpu")
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_stages_of_a_decode_engine_are_hooked_if_their_release_is_known(backend, monkeypatch, mode):
+    done = []
+    monkeypatch.setattr(backend, "check_release", done.append)
+    monkeypatch.setattr(backend, "hook_stages", lambda: done.append("hooked"))
+    with closing(Side(backend, mode, 16, "cpu")):
+        assert done == []
+    backend.get_parallel().pp_size = 2
+    with pytest.raises(GeometryError):  # the other stage's rank is missing
+        Side(backend, mode, 16, "cpu")
+    assert done == (["STAGES", "hooked"] if mode == "decode" else [])
+
+
 def test_sglangs_checksum_of_whole_pages_is_refused(backend):
     backend.get_disagg().disaggregation_enable_kv_checksum = True
     with pytest.raises(ConfigError, match="enable_kv_checksum"):

@@ -86,6 +86,7 @@ from kvconnector.integrations.sglang.settings import (
 )
 from kvconnector.integrations.sglang.shared import NOT_RELEASED, check_release
 from kvconnector.integrations.sglang.split import check_option
+from kvconnector.integrations.sglang.stages import list_successes, release_alike
 from kvconnector.integrations.sglang.transfers import (
     LoadedPrompt,
     SentPrompt,
@@ -105,6 +106,8 @@ DEFER_RELEASE = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_rel
 BUFFERS = "sglang.srt.disaggregation.utils.MetadataBuffers"
 METADATA, COLUMNS = f"{BUFFERS}.set_buf", f"{BUFFERS}.get_buf_infos"
 REDUCTION = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
+STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+LIST_ENDED, RELEASE_ENDED = f"{STAGES}.get_rids", f"{STAGES}.process_decode_transfer_queue"
 ADMISSIONS = (
     f"{DECODE_QUEUE}._check_if_req_exceed_kv_capacity",
     f"{PREFILL_QUEUE}._check_if_req_exceed_kv_capacity",
@@ -155,6 +158,9 @@ class KVManager(RankTransfers, BaseKVManager):
         model = ModelConfig.from_server_args(server_args)
         shape = _shape(args, server_args, model, has_latent=is_mla_backend, is_prefill=is_prefill)
         parallel = get_parallel()
+        if parallel.pp_size > 1 and not is_prefill:
+            check_release("STAGES")
+            hook_stages()
         self._group = group = parallel.world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
         first, *_ = gather(msgspec.json.encode(own), group)
@@ -298,6 +304,14 @@ def hook_queues() -> None:
     HookRegistry.register(RESUME, resume_memory, HookType.AROUND)
     for method in ADMISSIONS:
         HookRegistry.register(method, refuse_malformed, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+@cache
+def hook_stages() -> None:
+    """Put our hooks between the pipeline stages of a decode engine, once in a process."""
+    HookRegistry.register(LIST_ENDED, list_successes, HookType.AROUND)
+    HookRegistry.register(RELEASE_ENDED, release_alike, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

@@ -30,7 +30,8 @@ decode engine first asks each rank for its `failure_exception`, which ends the l
 `is_abort_release_safe` (SGLang's deferred release). A prefill engine frees them at once, so there the ranks agree
 first: a rank whose prompt has failed votes for `WAITING`, the least vote. SGLang's reduction shows it to all ranks,
 which give the prompt up. A rank in which nothing reads the blocks any more votes for `DONE`. Once that is the least
-vote, the request has failed in all ranks in the same pass.
+vote, the request has failed in all ranks in the same pass. SGLang reduces polls within a pipeline stage only; what the
+stages of a decode engine tell each other is in `stages.py`.
 """
 
 from __future__ import annotations
@@ -526,6 +527,11 @@ class LoadedPrompt(RoomTransfer):
                     vocab_size=self.vocab_size,
                 )
             self.kv_mgr.rows.put_first_token(self._row, token, self.room)
+
+    def fail_with_another_stage(self) -> None:
+        """Fail although this rank has read its part, because another pipeline stage has not: see `stages.py`."""
+        if self.stage is Stage.DONE:
+            self.stage, self.error = Stage.FAILED, _of_another_rank(self.room)
 
     def _compare_weights(self, theirs: str) -> None:
         """Compare versions of weights. An engine that names none is not compared."""

@@ -277,3 +277,13 @@ SPLIT: tuple[Entry, ...] = (
     ),
 )
 """What only a sparse cache uses whose layers are split among the ranks of context parallelism."""
+
+PIPELINE = "srt/managers/scheduler_pp_mixin.py:SchedulerPPMixin"
+STAGES: tuple[Entry, ...] = (
+    # that lists of ids go from stage to stage, each leaving out what it lacks, and then round: see `stages.py`
+    Unchanged(f"{PIPELINE}.get_rids", ("7c933f4bdb560481",)),
+    Unchanged(f"{PIPELINE}._pp_pd_get_decode_transferred_ids", ("5d9258ef81bc855e",)),
+    Unchanged(f"{PIPELINE}._pp_pd_send_consensus_release_ids", ("69a0a4b6eb70c950",)),
+    Unchanged(f"{PIPELINE}.process_decode_transfer_queue", ("a60ed587ffcdaf1b",)),
+)
+"""What only decode engines with pipeline parallelism use."""

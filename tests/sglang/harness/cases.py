@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.hosts.network import missing as why_no_hosts
-from tests.sglang.harness import launchers
+from tests.sglang.harness import faults, launchers
 from tests.sglang.harness import scenarios as s
 
 
@@ -186,6 +186,7 @@ CASES = (
     Case("gqa1-tp1-tp2", decode=TP2, model=GQA1),
     Case("pp2-pp1", prefill=PP2),
     _ours("pp1-pp2", decode=PP2),
+    _ours("pp1-pp2-failing", s.failing_stages, decode=PP2 | ONE, environment=faults.IN_STAGES),
     _attention("cp2-tp1", s.split_prompts, prefill=CP2),
     _attention("cp2-tp2", s.split_prompts, prefill=CP2, decode=TP2),
     _attention("cp2-hits-page16-64", s.prefix_hits, prefill=CP2, decode=RADIX | _page(64)),

@@ -221,12 +221,14 @@ def run_engine(arguments, dumps, kind):
     from sglang.srt.server_args import prepare_server_args
 
     from tests.sglang.harness.dump import dump_into
+    from tests.sglang.harness.faults import fail_in_stages
     from tests.sglang.harness.kernels import stand_in
     from tests.sglang.harness.sparse import has_indexer, stand_in_for_sparse
 
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=True)
     dump_into(dumps)
+    fail_in_stages()
     stand_in(kind)
     if has_indexer(arguments[arguments.index("--model-path") + 1]):
         stand_in_for_sparse()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvconnector import errors
 from kvconnector.integrations.sglang.transfers import next_room
+from tests.sglang.harness import faults
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import Engine, Request
 from tests.sglang.harness.model import FIRST_WORD, IMAGE_PROMPT, adapters_of, image_of
@@ -392,6 +393,25 @@ def mixed_up(pair, outcome):
     outcome.check(f"and says why: {answers[1].error}", said)
     pair.check_idle(outcome)
     pair.ask(outcome, "afterwards", other)
+
+
+def failing_stages(pair, outcome):
+    """What one pipeline stage of the decode engine fails, or each of them, fails in all: none keeps its pages, and none
+    computes it, so the next requests get theirs.
+    """
+    lengths = [int(each) for each in faults.IN_STAGES[faults.VARIABLE].split(",")]
+    pair.ask(outcome, "at first", prompt_of(90))
+    for number in range(5):  # of which the decode engine has no room for all
+        for stage, length in enumerate(lengths):
+            asked = pair.submit(prompt_of(length, seed=number))
+            _check_failed(outcome, f"failed by stage {stage}", asked.decode.answer(), "")
+            asked.prefill.answer()
+        room = secrets.randbits(62) + 1
+        decode = pair.submit(prompt_of(90, seed=number), ("decode",), room=room).decode
+        pair.submit(prompt_of(90, seed=number + 5), ("prefill",), room=room).prefill.answer()
+        _check_failed(outcome, "failed by all stages", decode.answer(), "")
+        pair.ask(outcome, "afterwards", prompt_of(90, seed=number + 10))
+    pair.check_idle(outcome)
 
 
 def adapters(pair, outcome):
