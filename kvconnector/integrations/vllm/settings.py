@@ -230,14 +230,20 @@ def _longrope_factors(model: Any) -> str | None:
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
     """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    model denoises its answers, or the engine loads, and each of its prefill context parallel ranks holds the whole
-    cache.
+    model denoises its answers, or the engine loads, and returns routed experts, or each of its prefill context parallel
+    ranks holds the whole cache.
     """
     if getattr(vllm_config.model_config, "is_diffusion", False):
         raise ConfigError(
             "KVConnector does not transfer caches of diffusion language models: they sample no token after a prompt,"
             " and compute a block of an answer many times before its cache is kept",
             model=str(vllm_config.model_config.model),
+        )
+    if vllm_config.aux_output_config.enabled and role != "producer":
+        raise ConfigError(
+            "vLLM has no routed experts of tokens that were computed elsewhere: start engines that load prompts"
+            " without --enable-return-routed-experts",
+            role=role,
         )
     parallel = vllm_config.parallel_config
     pcp_size = parallel.prefill_context_parallel_size

@@ -26,6 +26,7 @@ def vllm_config(role="kv_producer", cache_dtype="auto", vllm_id="e", index=0, **
             hf_text_config=SimpleNamespace(rope_theta=10000.0),
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        aux_output_config=SimpleNamespace(enabled=False),
     )
 
 
@@ -139,6 +140,16 @@ def test_engines_do_not_load_into_replicated_caches(role, pcp_size, dcp_size, is
     config.parallel_config.decode_context_parallel_size = dcp_size
     refusal = pytest.raises(ConfigError, match="prefill_context_parallel_size=2")
     with nullcontext() if is_taken else refusal:
+        integration.check_deployment(config, role)
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer", "both"])
+def test_engines_that_load_have_no_routed_experts_to_return(role):
+    """vLLM 0.31 and 0.32 would end the engine at the first load, and 0.33 would load nothing."""
+    config = vllm_config()
+    config.aux_output_config.enabled = True
+    refusal = pytest.raises(ConfigError, match="--enable-return-routed-experts")
+    with nullcontext() if role == "producer" else refusal:
         integration.check_deployment(config, role)
 
 
