@@ -7,7 +7,6 @@ tells a backend nothing: on both sides when the request gets its sender or recei
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -67,7 +66,6 @@ from kvconnector.integrations.model_values import (
     longrope_length,
     position_encodings,
     revision_of,
-    rope_parameters,
 )
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.fields import problem_of
@@ -80,7 +78,9 @@ from kvconnector.integrations.sglang.prompt_end import (
     prompt_end_of,
 )
 from kvconnector.integrations.sglang.rank import RankTransfers
+from kvconnector.integrations.sglang.rotation import fused_encodings, rotates_with_norms
 from kvconnector.integrations.sglang.settings import (
+    cache_facts,
     connector_config,
     refuse_unsupported,
 )
@@ -117,9 +117,6 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 RELEASE, RESUME = f"{UPDATER}.release_memory_occupation", f"{UPDATER}.resume_memory_occupation"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
-
-FUSED_ROPE = "--enable-fused-qk-norm-rope"
-"""SGLang's option for a kernel that normalises and rotates keys, in Qwen3-MoE and Mellum on CUDA."""
 
 FEATURE_PACKAGES = (
     *("sglang", "torch", "torchvision", "transformers", "pillow", "numpy"),
@@ -186,7 +183,11 @@ class KVManager(RankTransfers, BaseKVManager):
                 model,
                 shape,
                 server_args.served_model_name or server_args.model_path,
-                rotates_with_norms=_rotates_with_norms(server_args),
+                rotates_with_norms=rotates_with_norms(
+                    server_args.device,
+                    is_asked=bool(server_args.enable_fused_qk_norm_rope),
+                    is_rocm=bool(torch.version.hip),
+                ),
             ),
             gather=lambda payload: of_engine(payload, dp_rank, group),
             directory_port=port + 1 + dp_rank,
@@ -588,24 +589,17 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
-        # its tree may cache slots of a window before the first token that was transferred, and nothing shows that a
-        # later prompt attends to none of them. With longer pages SGLang has each prompt's whole window transferred
-        # anew, whatever is cached
-        "disaggregation_decode_enable_radix_cache with sliding windows in pages of one token": (
-            disagg.disaggregation_decode_enable_radix_cache
-            and "swa" in args.state_types
-            and args.page_size == 1
-        ),
-        # a prefix that another request of the same step has loaded from host memory is published while the copy runs
-        "enable_hierarchical_cache before SGLang 0.5.23, unless SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0": (
-            is_prefill and server_args.enable_hierarchical_cache and _sends_what_is_being_loaded()
-        ),
-        # it copies the state at the cached prefix's end into the slot that a load writes to, maybe after the load
-        "enable_hierarchical_cache with disaggregation_decode_enable_radix_cache and recurrent states": (
-            not is_prefill
-            and server_args.enable_hierarchical_cache
-            and disagg.disaggregation_decode_enable_radix_cache
-            and "mamba" in args.state_types
+        **cache_facts(
+            is_prefill=is_prefill,
+            states=args.state_types,
+            page_size=args.page_size,
+            has_host_cache=bool(server_args.enable_hierarchical_cache),
+            has_radix_cache=bool(disagg.disaggregation_decode_enable_radix_cache),
+            early_send=(
+                SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk
+                if envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
+                else None
+            ),
         ),
         # nobody has read when they write pages that are published or loaded
         "enable_lmcache": server_args.enable_lmcache,
@@ -618,22 +612,6 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
             _is_sparse(args) and bool(envs.SGLANG_OPT_SM120_DIRECT_SWA_KV.get())
         ),
     }
-
-
-def _sends_what_is_being_loaded() -> bool:
-    """Return True if this release publishes a cached prefix before a step, without asking whether host memory is still
-    being copied to it.
-    """
-    if not envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get():
-        return False
-    method = SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk
-    return "allow_send" not in inspect.signature(method).parameters
-
-
-def _rotates_with_norms(server_args: Any) -> bool:
-    """Return True if a kernel may rotate keys that has its own rule for scaled position encodings."""
-    is_cuda = server_args.device == "cuda" and not torch.version.hip
-    return is_cuda and bool(server_args.enable_fused_qk_norm_rope)
 
 
 def _namespace_of(server_args: Any) -> str:
@@ -672,7 +650,7 @@ def description(
         model: SGLang's configuration of the model.
         shape: The rank's shape.
         name: The model's name.
-        rotates_with_norms: The option `FUSED_ROPE` is on, and takes effect on this device.
+        rotates_with_norms: As `rotation.rotates_with_norms` says.
     """
     config = model.hf_text_config
     fields = config_fields(config)
@@ -685,27 +663,13 @@ def description(
         dtype=shape.dtype,
         num_layers=shape.num_layers,
         position_encodings=(
-            _fused_encodings(config)
+            fused_encodings(config)
             if rotates_with_norms
             else position_encodings(config, yarn_scale=_yarn_scale())
         ),
         revision=revision_of(model.model_path, model.revision),
         config=fields,
     )
-
-
-def _fused_encodings(config: Any) -> tuple[tuple[str, str], ...]:
-    """Return the position encodings with what the kernel of `FUSED_ROPE` makes of scaled ones. It takes the quotient of
-    the model's two lengths for the factor, and reads `attention_factor`, which SGLang's modules do not.
-    """
-    given = rope_parameters(config)
-    found = []
-    for kind, text in position_encodings(config):
-        own = given.get(kind) or next(iter(given.values()), {})
-        read = f"{config.max_position_embeddings} tokens, factor {own.get('attention_factor')}"
-        is_scaled = not text.startswith("default(")
-        found.append((kind, f"{text} by {FUSED_ROPE} ({read})" if is_scaled else text))
-    return tuple(found)
 
 
 def _yarn_scale() -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,47 @@ def _address(host: str) -> str:
         return host_address(host)
     except (OSError, UnicodeError) as error:
         raise ConfigError("--host has no address", host=host, reason=str(error)) from error
+
+
+def cache_facts(
+    *,
+    is_prefill: bool,
+    states: Sequence[object],
+    page_size: int,
+    has_host_cache: bool,
+    has_radix_cache: bool,
+    early_send: Callable[..., object] | None,
+) -> dict[str, object]:
+    """Return the facts for `refuse_unsupported` about caches that outlive a request: a prefix cache in the decode
+    engine, and one in host memory.
+
+    Args:
+        is_prefill: True for a prefill engine, False for a decode engine.
+        states: SGLang's kinds of states of the rank: "swa" for sliding windows, "mamba" for recurrent states.
+        page_size: Tokens in a page.
+        has_host_cache: `--enable-hierarchical-cache` is on.
+        has_radix_cache: `--disaggregation-decode-enable-radix-cache` is on.
+        early_send: SGLang's method that publishes a cached prefix before the step; None if that is switched off.
+    """
+    # one that asks whether host memory is still being copied to the prefix takes one argument more
+    is_early = early_send is not None and (
+        "allow_send" not in inspect.signature(early_send).parameters
+    )
+    return {
+        # the prefix cache may keep slots of a window before the first token that was transferred, and nothing shows
+        # that no later prompt attends to them. With longer pages SGLang has each prompt's whole window transferred
+        "disaggregation_decode_enable_radix_cache with sliding windows in pages of one token": (
+            has_radix_cache and "swa" in states and page_size == 1
+        ),
+        # a prefix that another request of the same step loads from host memory is published while the copy runs
+        "enable_hierarchical_cache before SGLang 0.5.23, unless SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0": (
+            is_prefill and has_host_cache and is_early
+        ),
+        # SGLang copies the state at the cached prefix's end into the slot that a load writes to, maybe after the load
+        "enable_hierarchical_cache with disaggregation_decode_enable_radix_cache and recurrent states": (
+            not is_prefill and has_host_cache and has_radix_cache and "mamba" in states
+        ),
+    }
 
 
 def refuse_unsupported(facts: Mapping[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from kvconnector.integrations.sglang.registry import Found
 from kvconnector.integrations.sglang.requests import Group, Layout
 from kvconnector.integrations.sglang.settings import (
     PrefillEngines,
+    cache_facts,
     connector_config,
     refuse_unsupported,
 )
@@ -166,6 +168,50 @@ def test_deployments_are_refused_by_name():
     refuse_unsupported({"dp_size": 1, "enable_hisparse": False, "x": None})
     with pytest.raises(ConfigError, match=r"dp_size=2.*enable_hisparse=True"):
         refuse_unsupported({"dp_size": 2, "dcp_size": 1, "enable_hisparse": True})
+
+
+def _early(req):
+    pass
+
+
+def _early_unless_loading(req, allow_send=True):
+    pass
+
+
+HOST, RADIX, WINDOW = "enable_hierarchical_cache", "enable_radix_cache", {"states": ["swa"]}
+IN_BOTH = {"has_host_cache": True, "has_radix_cache": True, "states": ["swa", "mamba"]}
+KEPT = {
+    "nothing": ({}, ""),
+    "a window in pages of one token": ({**WINDOW, "has_radix_cache": True, "page_size": 1}, RADIX),
+    "a window in longer pages": ({**WINDOW, "has_radix_cache": True}, ""),
+    "a window that no tree keeps": ({**WINDOW, "page_size": 1}, ""),
+    "no window": ({"has_radix_cache": True, "page_size": 1}, ""),
+    "a prefix while it is loaded": ({"is_prefill": True, "has_host_cache": True}, HOST),
+    "a prefix in a decode engine": ({"has_host_cache": True}, ""),
+    "a prefix that is waited for": (
+        {"is_prefill": True, "has_host_cache": True, "early_send": _early_unless_loading},
+        "",
+    ),
+    "a prefix that is not published early": (
+        {"is_prefill": True, "has_host_cache": True, "early_send": None},
+        "",
+    ),
+    "a prefix on the device": ({"is_prefill": True}, ""),
+    "a state in host memory": (IN_BOTH, f"{HOST} with .*{RADIX} and recurrent states"),
+    "a state in a prefill engine": ({**IN_BOTH, "is_prefill": True, "early_send": None}, ""),
+    "a state on the device": ({**IN_BOTH, "has_host_cache": False}, ""),
+    "a state that no tree keeps": ({**IN_BOTH, "has_radix_cache": False}, ""),
+    "no state": ({**IN_BOTH, "states": []}, ""),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_caches_beside_a_request_are_refused_where_they_would_share_its_pages(kept):
+    given, text = KEPT[kept]
+    plain = {"is_prefill": False, "states": [], "page_size": 16, "early_send": _early}
+    plain |= {"has_host_cache": False, "has_radix_cache": False}
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
+        refuse_unsupported(cache_facts(**plain | given))
 
 
 def _registered(args, shape):
