@@ -62,8 +62,8 @@ def admit_split(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Let SGLang split a cache by layers with our backend: a hook around its step `OPTIONS_OF_MODEL`.
 
     The step accepts that option for the backend mooncake alone, and checks much else, which must stay checked. It reads
-    an option from the declarations of earlier steps first, and from the command line only if there is none. So while
-    the step runs, one more declaration says that the backend is mooncake.
+    an option from the declarations of earlier steps, and from the command line only if none of them has it. So while
+    the step runs, we add a declaration that the backend is mooncake.
     """
     is_ours = getattr(server_args, "disaggregation_transfer_backend", "") == NAME
     is_split = getattr(server_args, "enable_dsa_cache_layer_split", False)
@@ -86,7 +86,7 @@ def admit_split(server_args: Any, previous: Callable[[Any], None]) -> None:
 def platform() -> None:
     """Let SGLang's command line accept the backend's name in launchers that load no plugins before they read it, such
     as Dynamo's. An entry point of `sglang.srt.platforms`, which SGLang calls when it looks for the machine's platform,
-    as importing its arguments does. That is a side effect where one is not expected: we are no platform.
+    as importing its arguments does. We use the entry point for this side effect alone, and name no platform.
     """
     try:
         add_choice()

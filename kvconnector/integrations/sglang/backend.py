@@ -1,8 +1,8 @@
 """The classes that SGLang requires of a transfer backend. Only this file imports SGLang's transfer interface.
 
-`transfers.py` has the life of a request. `send_metadata` passes neither the prompt's length nor the window's, so on the
-decode side a hook notes both on the receiver first. Other hooks note what a prompt's cache depends on, of which SGLang
-tells a backend nothing: on both sides when the request gets its sender or receiver.
+`transfers.py` has the life of a request. SGLang's calls lack some of what a transfer needs, and hooks in SGLang's
+queues write that to its sender or receiver. `note_length` adds the lengths of the prompt and of the window before
+`send_metadata`. `create_sender` and `create_receiver` add what the prompt's cache depends on.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ CLASSES = {
 
 @cache
 def hook_queues() -> None:
-    """Put our hooks into SGLang's queues, once in a process. A queue asks for the class of its `KVArgs` before it fills
-    them, so this is done then: the columns of its metadata have their names.
+    """Put our hooks into SGLang's queues, once in a process. This is done when a queue asks for the class of its
+    `KVArgs`: it lists the columns of its metadata in them next, and `name_columns` must be in place by then.
     """
     HookRegistry.register(COLUMNS, name_columns, HookType.AFTER)
     HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
@@ -444,8 +444,8 @@ def _recomputation_of(
 ) -> tuple[str, Mapping[str, Any]]:
     """Return why a retracted prompt cannot be computed again, or "" and what to ask its prefill server for.
 
-    SGLang leaves out adapters, media and embeddings: the server would compute another prompt. It also gives each
-    question the request's own id, under which the server refuses a second one until the first has ended there.
+    SGLang's own payload lacks adapters, media and embeddings, so the server would compute another prompt. It also has
+    the request's own id each time, and the server refuses a second request with an id until the first one has ended.
     """
     if receiver.is_of_named_engine:
         return (
@@ -458,7 +458,7 @@ def _recomputation_of(
             {},
         )
     payload = req.build_rebootstrap_payload()
-    # it begins with the request's, since an abort names the beginnings of ids
+    # it begins with the request's own id, since SGLang aborts all requests whose ids begin with the one that it gets
     payload["rid"] = f"{req.rid}-{next(queue.kv_manager.numbers)}"
     if req.lora_id is None:
         return "", payload
@@ -471,7 +471,7 @@ def _recomputation_of(
 
 
 def _note_trace(queue: Any, req: Any) -> None:
-    """Record the trace of a request, where SGLang has one: a release that keeps it elsewhere has spans without it."""
+    """Record the trace of a request. If a release keeps it elsewhere, its spans are in no trace."""
     stats = queue.kv_manager.stats
     if stats.spans is not None:
         trace = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
@@ -488,7 +488,7 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     if isinstance(receiver, LoadedPrompt):
         receiver.vocab_size = scheduler.model_config.vocab_size
     receiver.window_tokens = scheduler.sliding_window_size
-    # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
+    # with overlapped scheduling, a step that is still running may write to blocks that were freed after it began
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
 
 
@@ -562,7 +562,7 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "kv_cache_dtype": (
             "" if args.kv_cache_dtype_str in {"auto", *ELEMENTS} else args.kv_cache_dtype_str
         ),
-        # K and V in tiles, in which a page that is not full, or one head, is no range of bytes
+        # K and V are stored in tiles there, where neither a partly filled page nor a single head is a range of bytes
         "SGLANG_AITER_KV_CACHE_LAYOUT": "" if layout == "nhd" else layout,
         # each rank then has a registry of its own
         "SGLANG_RUST_SERVER with data-parallel attention": (
@@ -577,8 +577,8 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         # the number of data-parallel ranks changes
         "max_ep_size": getattr(parallel, "max_ep_size", None),
         "ep_join_mode": getattr(parallel, "ep_join_mode", None),
-        # ranks of a prefill engine have whole copies, or layers each (`split.py`); latents beside recurrent states are
-        # kept in shards
+        # each rank of a prefill engine has a copy of the caches, or some of the layers (`split.py`). In a decode
+        # engine, and in a model with both latents and recurrent states, SGLang splits the tokens over the ranks
         "attn_cp_size": (
             parallel.attn_cp_size if not is_prefill or args.is_hybrid_mla_backend else 1
         ),

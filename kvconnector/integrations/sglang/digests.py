@@ -1,11 +1,10 @@
-"""The identities of prompts, for which no scheduler waits.
+"""The identities of prompts, made in threads so that SGLang's scheduler does not wait.
 
-Theory: a decode engine compares what a prompt's cache depends on (`identity.Identity`), of which digests are made. To
-hash 1000 tokens takes about 10 us, 128,000 more than a millisecond, in which SGLang's scheduler would begin no step. So
-the digest of a long prompt is made by a thread of its own, from the moment at which its request is admitted: long
-before the prompt is computed. Hashing releases the interpreter's lock. One thread serves all requests in the order of
-their admission, and the scheduler waits for it only if a prompt is computed sooner than hashed. Embeddings, which come
-as lists of numbers, may take seconds: another thread hashes them, so that no prompt waits for them.
+A decode engine compares digests of what a prompt's cache depends on (`identity.Identity`). Hashing 1,000 tokens takes
+about 10 us, and 128,000 more than a millisecond, in which SGLang's scheduler would begin no step. So a thread hashes
+long prompts, without the interpreter's lock. It begins when a request is admitted, long before its prompt is computed,
+and takes the requests in that order. The scheduler waits only for a prompt that was computed sooner than hashed.
+Embeddings come as lists of numbers and may take seconds, so a second thread hashes them and no other prompt waits.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class PromptIdentities:
             embeds: The embeddings that stand for its tokens, if there are any.
 
         Returns:
-            What returns the identity. It waits if the thread is not done.
+            A function that returns the identity. It waits if the thread is not done.
         """
         if len(tokens) < LONG_TOKENS and embeds is None:
             return partial(identity_of, tokens, context)
@@ -52,7 +51,7 @@ class PromptIdentities:
         return thread.submit(identity_of, tokens, context, embeds).result
 
     def close(self) -> None:
-        """Stop the threads. What they have not begun is not made: asking for it raises `CancelledError`."""
+        """Stop the threads. Asking for an identity that they had not begun raises `CancelledError`."""
         for thread in (self._thread, self._slow_thread):
             thread.shutdown(cancel_futures=True)
 
@@ -63,9 +62,8 @@ def identity_of(
     embeds: Sequence[Sequence[float]] | None = None,
 ) -> Identity:
     """Return the identity that `PromptIdentities.begin` begins to make."""
-    if (
-        "media" in context
-    ):  # which have a name in the context: servers may put other numbers in their places
+    if "media" in context:
+        # the context names the media themselves, and each server may put other numbers in their places
         tokens = without_media(tokens)
     named = dict(context)
     if embeds is not None:

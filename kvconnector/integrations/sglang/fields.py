@@ -100,7 +100,7 @@ def _too_much(request: Any, max_top_logprobs: int) -> str | None:
 
 def _unknown_elsewhere(request: Any) -> str | None:
     """Return why a request cannot be served with a prefill engine of another kind, which sends only the first token."""
-    # a release lacks what it does not know
+    # an older release does not have all of these fields
     needs = [
         what
         for name, what in UNKNOWN_ELSEWHERE.items()

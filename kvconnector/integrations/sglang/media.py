@@ -1,9 +1,9 @@
-"""By which names two servers of SGLang compare images, videos and audio. Pure.
+"""The names by which two servers of SGLang compare images, videos and audio. Pure.
 
 A server names an item by a hash of its features: what its processor made of an image. These are equal numbers on two
 servers only if both run the same code with the same options on the same kind of device. So a name has a namespace, the
-digest of all that, and names of different namespaces are not compared. The features of audio come from products of
-matrices, whose last bits may differ from one run to the next.
+digest of all that, and names of different namespaces are not compared. Audio is compared only by its kind: its features
+come from products of matrices, whose last bits may differ from one run to the next.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from kvconnector.integrations.identity import OF_SGLANG, content_digest
 
 FIRST_MEDIA_TOKEN = 1_000_000
-"""In the place of media SGLang puts tokens from this number on, which follow from an item's hash. It refuses models
-with media that have as many tokens of their own.
+"""The least of the numbers that SGLang puts in the places of media, which it derives from an item's hash. It refuses
+models with media whose own tokens reach this number.
 """
 EXACT = frozenset({"IMAGE", "VIDEO"})
 """Kinds of media whose features are equal numbers on equal servers."""
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = frozenset(
         "limit_mm_data_per_request",
     }
 )
-"""SGLang's options for media that no processor reads, or whose effect no feature shows."""
+"""SGLang's options for media that change no features."""
 # environment variables that change what a processor makes of an image, a video or audio
 _VARIABLES = re.compile(
     r"(SGLANG|SGL|VIDEO|IMAGE|AUDIO|XHS|FORCE_QWENVL)_\w*"
@@ -58,7 +58,7 @@ def feature_namespace(
         made_by: What else the features depend on: versions, the model and its revision, the device.
     """
     is_random = environ.get("SGLANG_MM_SKIP_COMPUTE_HASH", "").lower() in {"1", "true", "yes", "y"}
-    # a hash of features in GPU memory is another one, and if there is no room for them they are in host memory
+    # features in GPU memory have another hash than in host memory, where SGLang keeps them if the GPU has no room
     if is_random or options.get("mm_feature_transport") not in {None, "cpu"}:
         return ""
     own = sorted((name, repr(value)) for name, value in options.items())

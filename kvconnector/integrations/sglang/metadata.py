@@ -4,9 +4,9 @@ SGLang's `MetadataBuffers` are a dozen tensors in host memory with one row per r
 one device, so the rows are joined in a mirror on the caches' device. The prefill side fills the mirror's row before it
 publishes the end of the prompt. The decode side copies the row to its own tensors before SGLang sees the load complete.
 
-SGLang lists the tensors without saying which is which, and another release may list others. So a hook notes at start of
-which attribute each is. A name that nobody has read is refused. In the mirror the columns have an order of our own, so
-that the rows of two releases fit each other whatever order each has.
+SGLang lists the tensors without saying which is which, and another release may list others. So at the start a hook
+notes the attribute that each of them is. An attribute that we do not know is refused. In the mirror the columns have an
+order of our own, so the rows of two releases fit each other whatever order SGLang has.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NEEDED_SEEDS = SEED_COLUMNS[:3]
 UNUSED_HIDDEN_BYTES = 64
 """Bytes of a hidden state where nobody speculates: SGLang allocates 16 elements."""
 KNOWN = (*OWN_COLUMNS, *SEED_COLUMNS)
-"""The attributes of `MetadataBuffers` that have been read, in the order in which the mirror has them. That is the order
-of releases 0.5.21 to 0.5.23, in which builds that found columns by their places have them.
+"""The attributes of `MetadataBuffers` that we know, in the mirror's order. That is also the order of releases 0.5.21 to
+0.5.23, so rows fit those of earlier builds of kvconnector, which took the columns as SGLang lists them.
 """
 
 
@@ -68,7 +68,7 @@ class NamedPointers(list[int]):
 
 
 def name_columns(found: tuple[Any, ...], buffers: Any) -> tuple[Any, ...]:
-    """Give the addresses in what `MetadataBuffers.get_buf_infos` returns the names of its attributes: a hook after it.
+    """Add the names of its attributes to the addresses that `MetadataBuffers.get_buf_infos` returns: a hook after it.
 
     Args:
         found: The tensors' addresses, and lists that stay as they are.
@@ -90,8 +90,8 @@ def forget_earlier_request(buffers: Any, req: Any) -> None:
     """Empty the columns of a row that SGLang fills only if the request asks for them: a hook before `set_buf`.
 
     A decode server may be asked for more than its prefill server, as when a router leaves log probabilities out of the
-    prefill request. It would answer with those of the request that had the row before. With this it gets NaN, which
-    SGLang's answers show as null, and an empty sampling mask.
+    prefill request. It would then answer with those of the request that had the row before. Emptied, the row has NaN,
+    which SGLang's answers show as null, and an empty sampling mask.
 
     Args:
         buffers: The `MetadataBuffers`.
@@ -210,7 +210,7 @@ class MetadataRows:
 
 
 def _places(names: Sequence[str], num_columns: int) -> dict[str, int]:
-    """Return where each column is. Raises GeometryError: nobody has read what a column is, or one is missing."""
+    """Return where each column is. Raises GeometryError: a column is not known, or one is missing."""
     if len(names) != num_columns:
         raise GeometryError(
             "nothing says which column of SGLang's metadata is which: our hook after"

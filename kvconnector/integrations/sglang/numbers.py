@@ -1,8 +1,9 @@
 """What the elements of SGLang's K and V are: their type, their scale, and the rule by which they are stored.
 
 A pool stores fp8 by `set_kv_buffer`: it divides by the layer's scale in the model's type, and casts. How torch casts
-depends on its release and on the device, so it is asked for every number. `KVArgs` has no scales: without any in the
-checkpoint a layer has none, or 1, and then nothing is rounded before the cast. Caches with others state no scale.
+depends on its release and on the device, so every number is cast once to see. `KVArgs` does not list scales. If the
+checkpoint has none, a layer's scale is missing or 1, and nothing is rounded before the cast. Otherwise we state no
+scale.
 """
 
 from __future__ import annotations

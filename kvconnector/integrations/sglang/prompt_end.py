@@ -1,5 +1,5 @@
-"""What is said of a prompt at its end: its identity, and to engines of another kind, which cannot read SGLang's row of
-metadata, the first token. Pure.
+"""What a prefill engine says of a prompt at its end: the prompt's identity, and the first token for engines of another
+kind, which cannot read SGLang's row of metadata. Pure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNSHARED = (
 def context_of(req: Any, *, adapter: str, namespace: str) -> dict[str, str]:
     """Return what a request's cache depends on besides its tokens, as `identity.Identity` has it, without embeddings.
 
-    SGLang's `extra_key` only names a part of the prefix cache. Servers add names of their own to it.
+    SGLang's `extra_key` is left out. It only names a part of the prefix cache, and each server appends to it.
 
     Args:
         req: SGLang's request.
@@ -102,7 +102,7 @@ def prompt_end_of(req: Any, computed: Identity, weights: str = "") -> bytes:
     token = int(req.output_ids[0]) if drawn and req.output_ids else None
     end = PromptEnd(token, drawn, computed.num_tokens, computed, weights)
     encoded = msgspec.msgpack.encode(end)
-    # it is too long with an adapter, a salt, images and embeddings all at once
+    # which is too long only with an adapter, a salt, images and embeddings all at once
     if len(encoded) > MAX_EXTRA_BYTES:
         return msgspec.msgpack.encode(msgspec.structs.replace(end, weights=""))
     return encoded

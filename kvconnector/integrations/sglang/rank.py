@@ -69,13 +69,14 @@ class RankTransfers:
         args: SGLang's `KVArgs`, filled: the rank's pools.
         shape: The rank's place and the model's heads and layers, which `args` lacks.
         model: The model, on which both engines must agree.
-        gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it as often.
-        directory_port: Where a prefill engine's directory service listens, if that is free and no setting says another:
-            an engine that is started again should be found where it was.
+        gather: Takes this rank's JSON text and returns those of all ranks, in any order. All ranks must call it equally
+            often.
+        directory_port: The port at which a prefill engine's directory service listens, unless it is taken or a setting
+            names another. With a fixed port an engine that is started again is found where it was.
         dp_rank: The engine's data-parallel rank in its server.
         has_metrics: True if the rank's transfers are counted in SGLang's metrics.
         has_spans: True if they are exported as spans to where SGLang exports its own.
-        api_key: What prefill servers' APIs ask for, which compute retracted prompts again; "" for nothing.
+        api_key: The key of the prefill servers' APIs, for prompts that are computed again; "" if they need none.
         must_query: True if a decode engine asks the prefill engine's registry for every request's rank.
 
     Raises:
@@ -105,7 +106,7 @@ class RankTransfers:
         self.dp_rank, self.dp_size, self.follows_rooms = dp_rank, 1, True
         """True if a server's data-parallel ranks share requests by their rooms, which decode engines can compute."""
         self.leads = shape.pp_rank == shape.tp_rank == shape.replica == 0
-        """True in the one rank of an engine that asks a server for what all its ranks read."""
+        """True in the one rank of an engine that asks a prefill server, for all ranks, to compute a prompt again."""
         self.poster: Poster | None = None
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
@@ -139,7 +140,7 @@ class RankTransfers:
         self.turn = 0
         """How many times reports were taken: once for each of SGLang's passes over its queue."""
         self.numbers = count()
-        """Numbers for request ids. A room alone is none: a failed request may come again with the same room."""
+        """Numbers that make request ids unique. A room does not: a failed request may come again with the same one."""
         self._transferring: dict[str, RunningTransfer] = {}
         self._followed: dict[str, FollowedPrompt] = {}
         """Prompts for which the prefill engine has no blocks yet."""
@@ -238,8 +239,8 @@ class RankTransfers:
         """Do nothing: what `is_abort_release_safe` looks at ends by itself."""
 
     def why_in_use(self) -> str:
-        """End all transfers, before SGLang releases the pools' memory. Returns "", or why it must not: then transfers
-        go on after `register_buffer_to_engine`.
+        """End all transfers, before SGLang releases the pools' memory. Returns "", or why it must not release it; the
+        caller then lets transfers go on by `register_buffer_to_engine`.
         """
         try:
             self.worker.quiesce(QUIESCE_S)
@@ -248,8 +249,11 @@ class RankTransfers:
         return ""
 
     def deregister_buffer_to_engine(self) -> None:
-        """End all transfers before SGLang releases the pools' memory. Raises MemoryInUseError: one goes on too long,
-        which `why_in_use` has found first.
+        """End all transfers before SGLang releases the pools' memory. Our hook calls `why_in_use` first, after which
+        none is left to end.
+
+        Raises:
+            MemoryInUseError: a transfer goes on for too long.
         """
         self.worker.quiesce(QUIESCE_S)
 
@@ -263,8 +267,8 @@ class RankTransfers:
 
 
 def _open_directory(config: ConnectorConfig, preferred_port: int, dp_rank: int) -> ControlChannel:
-    """Open the directory service's channel, at any port if the preferred one is taken. A port from the settings is that
-    of the server's first data-parallel rank, and the next ones follow.
+    """Open the directory service's channel, at any port if the preferred one is taken. If the settings have a port, the
+    server's data-parallel ranks use it and the ones after it.
     """
     if port := config.control.port:
         return open_directory_control(config, port + dp_rank)

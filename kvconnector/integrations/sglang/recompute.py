@@ -1,12 +1,12 @@
-"""Has prefill servers compute retracted prompts again: a decode engine asks as a router would, by HTTP.
+"""Asks prefill servers to compute retracted prompts again, by HTTP, as a router would.
 
-SGLang does so when its decode engine has given up the caches of running requests: for new weights
-(`pause_generation(mode="retract")`), and for DeepSeek-V4, whose caches it cannot keep in host memory, whenever pages
-run out. The prompt is then what the request had so far, with the tokens that it was answered.
+A decode engine needs that when it has given up the caches of running requests: for new weights
+(`pause_generation(mode="retract")`), and with DeepSeek-V4, whose caches SGLang cannot keep in host memory, whenever
+pages run out. The prompt is then the request's own, followed by the tokens that were generated so far.
 
-*When.* SGLang asks once the decode engine has allocated the prompt's pages. Ours allocates only once the prefill engine
-has started it, so it asks as soon as it knows where the prefill engine is. Neither engine then has memory for a prompt
-that waits for the other one's.
+*When.* SGLang's own backends ask once the decode engine has allocated the prompt's pages. With ours it allocates only
+once the prefill engine has started the prompt, so we ask as soon as we know where the prefill engine is. Neither engine
+then holds memory for a prompt that waits for the other one's.
 
 *Threads.* One, started by the first question, with an event loop in which each question is a task of its own: a server
 answers only when the prompt has been read, and SGLang may retract every running request at once.
@@ -38,7 +38,7 @@ class Recomputer:
     """Asks for prompts to be computed again, and says which of the questions were refused.
 
     Args:
-        api_key: What the prefill servers' APIs ask for; "" for nothing.
+        api_key: The key of the prefill servers' APIs; "" if they need none.
     """
 
     def __init__(self, api_key: str = "") -> None:

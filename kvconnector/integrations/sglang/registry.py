@@ -11,9 +11,9 @@ Here a `Finder` answers at once, if the address was asked before and its request
 its thread hands each address to a few workers, one question at a time, so an address that does not answer delays no
 others that do. A `Poster` has one thread, and repeats what fails. Nothing here blocks SGLang's thread.
 
-*Clock.* To connect takes at most `ANSWER_S`, with the look-up of the host's name, and so does an answer, however it
-comes: a client may name hosts that no name server knows, and addresses where bytes come one by one.
-The wait for a room has no deadline here: who asked gives up (`forget`) at its own.
+*Clock.* Connecting takes at most `ANSWER_S`, including the look-up of the host's name, and so does a whole answer: a
+client may name hosts that no name server knows, and addresses that answer one byte at a time. There is no deadline here
+for finding a room: whoever asked has one, and then calls `forget`.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class Poster:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The engine that has a request: a data-parallel rank of `dp_size`, and its directory service's address; "" if the
-    server has no such rank.
+    """The engine that has a request: data-parallel rank `dp_rank` of `dp_size`. `directory` is the address of its
+    directory service, or "" if the server has no such rank.
     """
 
     dp_size: int

@@ -15,8 +15,8 @@ NO_BLOCKS = GroupBlocks.of(())
 
 
 PAGED = {"kv": 1, "dsa": 1, "c4": 4, "c128": 128}
-"""Tokens that one row stands for, in the groups whose blocks are the prompt's pages. These are read while the prompt is
-computed, others once it is complete.
+"""Tokens that one row stands for, in the groups whose blocks are the prompt's pages. These groups are read while the
+prompt is computed, all others once it is complete.
 """
 C128 = 128
 """Tokens in the longer of DeepSeek-V4's rows."""

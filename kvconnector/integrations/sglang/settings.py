@@ -56,7 +56,8 @@ def connector_config(
         host: SGLang's `--host`. The control channel binds its address unless `control.host` names another.
         bootstrap_port: SGLang's `--disaggregation-bootstrap-port`, from which a prefill engine's id follows.
         unique_name: The id of a decode server, the same in all of its ranks.
-        own_address: The address to advertise to peers if the bound one is a wildcard.
+        own_address: This node's address: to advertise to peers if the bound one is a wildcard, and to bind if the
+            server has several nodes.
         environ: Environment variables.
         dp_rank: The engine's data-parallel rank in its server, of attention or of whole replicas.
         dp_size: How many there are.

@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 KNOWN_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 NOT_RELEASED = "kvconnector: "
-"""What begins the `rid` of an answer of SGLang's scheduler that released no memory. These answers have no field for an
-error, and no use for their `rid`. The reason follows.
+"""The beginning of the `rid` in an answer of SGLang's scheduler that released no memory; the reason follows. Such
+answers have no field for an error, and nothing else uses their `rid`.
 """
 
 
 @cache
 def check_release(part: str = "ENTRIES") -> None:
-    """Raise ConfigError unless this is a known release of SGLang, or one that has all that `part` of `used.py` names.
-    Warns once of those.
+    """Raise ConfigError unless this is a known release of SGLang, or one that has everything in `part` of `used.py`.
+    For one that is not known, this warns once.
     """
     warning = admit(
         "SGLang",

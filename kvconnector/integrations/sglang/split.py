@@ -8,11 +8,11 @@ layer overwrites. SGLang lists no such buffer, nor the empty one that a pool has
 
 - Such a rank is a *pipeline stage*, not a copy. Its layers are final once its own forward pass is, like any rank's, and
   every rank's scheduler sends every prompt.
-- A draft model's cache is whole on each of the ranks, and SGLang lists that of the last one. All ranks of an engine
-  register the same cache groups, so the others add those that they lack, without a layer. What these look like only
-  the last rank knows, and the ranks tell each other before they register.
-- Layers that share another layer's selection belong to a rank as all do, and have no indexer's keys. A rank with such
-  layers alone registers keys without a layer.
+- A draft model's cache is whole on each of the ranks, but only the last rank's is listed. All ranks of an engine must
+  register the same cache groups, so the others add this one without a layer. Only the last rank knows what it looks
+  like, so the ranks tell each other before they register.
+- Layers that use another layer's selection belong to a rank like all others, but have no indexer's keys. A rank that
+  has only such layers registers its group of keys without a layer.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def joined_groups(
     _check_owners(holdings, shape.num_layers)
     listed = [[kind for kind, _ in each.groups] for each in holdings]
     order = max(listed, key=len)
-    # what a group looks like here: as at a rank with the same share of the heads, and best at one that has layers of it
+    # here a group looks as it does at a rank with the same share of the heads, preferably one that has layers of it
     alike = [pair for each in holdings if each.tp_rank == shape.tp_rank for pair in each.groups]
     stated = dict(sorted(alike, key=lambda pair: bool(pair[1].layers)))
     is_ordered = all([kind for kind in order if kind in some] == some for some in listed)

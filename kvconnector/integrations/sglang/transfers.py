@@ -22,16 +22,19 @@ allocated blocks (`send_metadata`). The load keeps the blocks until the worker r
 
 Each data-parallel rank of a server is an engine of its own. A router names the server only, so before the worker can
 greet an engine a `Finder` asks the server's registry which rank has the request (`registry.py`). An engine of another
-kind has no registry, so there the router names the engine and its directory service. Nor has it rows of metadata: the
-first token comes with the end of the prompt, and all else that a row has is not known.
+kind has no registry, so the router names the engine and its directory service. It has no rows of metadata either: only
+the first token comes, with the end of the prompt.
 
 If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. A
 decode engine first asks each rank for its `failure_exception`, which ends the load, and then keeps the blocks until
-`is_abort_release_safe` (SGLang's deferred release). A prefill engine frees them at once, so there the ranks agree
-first: a rank whose prompt has failed votes for `WAITING`, the least vote. SGLang's reduction shows it to all ranks,
-which give the prompt up. A rank in which nothing reads the blocks any more votes for `DONE`. Once that is the least
-vote, the request has failed in all ranks in the same pass. SGLang reduces polls within a pipeline stage only; what the
-stages of a decode engine tell each other is in `stages.py`.
+`is_abort_release_safe` (SGLang's deferred release). A prefill engine frees them at once, so its ranks agree first, by
+what they answer when SGLang polls them and takes the least answer of all ranks. A rank whose complete prompt has failed
+answers `WAITING`, which is less than what ranks without a failure answer. So all ranks see it, and give the prompt up.
+A rank in which nothing reads the blocks any more then answers `DONE`. Once that is the least answer, nothing reads them
+in any rank, and the request fails in all ranks in the same pass.
+
+SGLang compares these answers only within a pipeline stage. What the stages of a decode engine tell each other is in
+`stages.py`.
 """
 
 from __future__ import annotations
@@ -134,7 +137,8 @@ class RoomTransfer:
 
     def poll(self) -> int:
         """Take the worker's reports once per pass of SGLang's queue, and return the request's `Stage`."""
-        if self._turn == self.kv_mgr.turn:  # asked since the last reports, so this is a new pass
+        # SGLang polls each request once in a pass: if this one was polled after the last reports, a new pass begins
+        if self._turn == self.kv_mgr.turn:
             self.kv_mgr.take()
         self._turn = self.kv_mgr.turn
         return self.stage
@@ -260,7 +264,7 @@ class SentPrompt(RoomTransfer):
                 then keeps all of the request's blocks.
             num_kv_tokens: Tokens in the pages; None if they are full.
         """
-        # in all ranks, also in those that have failed
+        # also in a rank that has failed, since its votes depend on it
         self._is_complete = state_indices is not None
         if self.stage is not Stage.WAITING:
             return
@@ -352,9 +356,9 @@ class LoadedPrompt(RoomTransfer):
     """What to ask the prefill server for, if this rank has to ask: SGLang retracted the prompt, and its prefill engine
     computes it again."""
     abort_notified = True
-    """SGLang's name: its deferred release may ask the manager whether the pages of a failed request are free."""
+    """SGLang's name. True lets its deferred release ask the manager whether a failed request's pages are free."""
     bootstrap_infos: tuple[object, ...] = ()
-    """SGLang's name: nobody has to acknowledge the end of a request."""
+    """SGLang's name for those who must acknowledge the end of a request. Nobody has to."""
     stream: Any = None
     """A CUDA stream whose queued work may still write to the blocks; None if there is none."""
 
@@ -444,8 +448,8 @@ class LoadedPrompt(RoomTransfer):
         self.kv_mgr.recomputer.ask(self.request_id, HostPort(host, port), self.recompute or {})
 
     def producer_started(self) -> None:
-        """Let SGLang allocate blocks. The prefill engine has blocks for the prompt; or it never will, and the load that
-        SGLang then starts fails.
+        """Let SGLang allocate blocks: the prefill engine has blocks for the prompt. If it turns out that it never will,
+        this is called, too, and the load that SGLang then starts fails.
         """
         if self.stage is Stage.BOOTSTRAPPING:
             self.stage = Stage.WAITING
