@@ -5,16 +5,19 @@ import random
 import pytest
 import vllm
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 import kvconnector.integrations.vllm as integration
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, LocalError
 from kvconnector.integrations.vllm import MultiConnector, ranges
+from kvconnector.integrations.vllm.connector import RIVALS
 from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.integrations.vllm.placement import Placement
 from tests.vllm import scheduler_world as w
-from tests.vllm.cache_world import SIZE, attention
+from tests.vllm.cache_world import SIZE, attention, placed
 
 pytestmark = pytest.mark.vllm
 
@@ -340,6 +343,33 @@ def _worker(model, num_children):
     options["connectors"] = [options["connectors"][0]] * num_children
     caches = w.cache_config([attention()])
     return MultiConnector(config, base.KVConnectorRole.WORKER, caches)
+
+
+@pytest.mark.parametrize("is_ranged", [False, True])
+def test_a_child_that_takes_our_requests_for_its_own_is_refused(model, monkeypatch, is_ranged):
+    """MooncakeConnector claims each prompt that is to be loaded, and never loads what it does not know how to find."""
+    monkeypatch.setattr(Placement, "here", classmethod(lambda *_: placed()))
+    config = w.vllm_config(model, beside="KeepingConnector", is_ranged=is_ranged)
+    kind = MultiConnector if is_ranged else multi_connector.MultiConnector
+    made = kind(config, base.KVConnectorRole.WORKER, w.cache_config([attention()]))
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
+    with pytest.raises(LocalError, match="at least one cache"):
+        made.register_kv_caches({})
+    for name in RIVALS:
+        made.sub_connectors[0].__class__ = type(name, (w.KeepingConnector,), {})
+        with pytest.raises(ConfigError, match=f"only one child.*{name}"):
+            made.register_kv_caches({})
+
+
+@pytest.mark.parametrize(
+    "name", ["MooncakeConnector", "MoRIIOConnector", "NixlConnector", "NixlPushConnector"]
+)
+def test_children_are_refused_by_names_that_vllm_has(name):
+    try:
+        kind = KVConnectorFactory.get_connector_class_by_name(name)
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert RIVALS.intersection(each.__name__ for each in kind.__mro__)
 
 
 def test_another_load_policy_is_refused_and_a_useless_order_warned_of(model, caplog):

@@ -6,14 +6,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import ConfigError, LocalError
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 
 _LAYOUT_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
 """The names that vLLM's own connectors return. `MultiConnector` compares those of its children."""
+
+RIVALS = frozenset({"MoRIIOConnector", "MooncakeConnector", "NixlBaseConnector"})
+"""vLLM's connectors that transfer between engines. Each takes any request with `do_remote_prefill` for its own."""
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
@@ -107,6 +112,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
     # -- worker --
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        check_siblings()
         self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -285,6 +291,24 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def check_siblings() -> None:
+    """Raise ConfigError if this worker's connector is a `MultiConnector` with a child that is one of our rivals: it
+    would wait for the cache of our requests, which then never end, or clash with our `kv_transfer_params`.
+    """
+    whole = get_kv_transfer_group() if has_kv_transfer_group() else None
+    children = whole.sub_connectors if isinstance(whole, MultiConnector) else ()
+    found = [
+        type(child).__name__
+        for child in children
+        if RIVALS.intersection(base.__name__ for base in type(child).__mro__)
+    ]
+    if found:
+        raise ConfigError(
+            "only one child of a MultiConnector may transfer between engines, and KVConnector does",
+            others=found,
+        )
 
 
 def _keeps_more(spec: Any) -> bool:
