@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,6 +31,8 @@ ROLES: Mapping[str, Role] = {
 }
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+RANK_SUFFIX = re.compile(r"_dp[0-9]+\Z")
+"""Ends the id of an engine's data-parallel rank."""
 
 FirstTokenPolicy = Literal["auto", "always", "never"]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -143,13 +146,14 @@ def config_of(
 def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
     """Return the settings of one data-parallel rank, which is an engine of its own: its index is added to the port, if
     one is set, and to the id. vLLM appends the index to its own engine id, but not to the id of a `MultiConnector`'s
-    child or to one from our settings.
+    child or to one from our settings. An id that ends with another rank's index is one of these.
 
     Raises:
         ConfigError: there is no such port.
     """
     suffix, control = f"_dp{index}", config.control
-    if index and not config.engine_id.endswith(suffix):
+    of_other = RANK_SUFFIX.search(config.engine_id) is not None
+    if (index or of_other) and not config.engine_id.endswith(suffix):
         config = msgspec.structs.replace(config, engine_id=config.engine_id + suffix)
     if not index or not control.port:
         return config

@@ -87,6 +87,19 @@ def test_data_parallel_ranks_of_a_host_never_share_a_port_or_a_name(variables, e
         settings(control={"port": 65535}, index=1)
 
 
+@pytest.mark.parametrize("name", ["own", "own_dp0", "own_dp1", "own_dp2_dp1"])
+@pytest.mark.parametrize("is_child", [True, False])
+def test_an_id_that_ends_as_a_ranks_does_is_not_taken_for_one(name, is_child):
+    """The id of a `MultiConnector`'s child and one of our settings are the same on all ranks."""
+    own = {"vllm_id": name} if is_child else {"vllm_id": "e_dp{}", "engine_id": name}
+    found = []
+    for index in range(3):
+        options = own | {"vllm_id": own["vllm_id"].format(index)}
+        found.append(settings(index=index, **options).config.engine_id)
+    assert len(set(found)) == 3
+    assert all(each.startswith(name) for each in found)
+
+
 def test_our_own_sections_and_variables_are_options():
     found = settings(
         {"KVCONNECTOR_STAGING_WINDOW": "8"}, lease={"duration_s": 40}, peer={"timeout_s": 20}
