@@ -164,9 +164,11 @@ class ConsumerSession:
     def _wanted(self, event: WantRequest, now: float) -> None:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        load = Load(LOAD_TABLE, event, self._engines.engine_of(event.engine), now)
+        engine = self._engines.engine_of(event.engine)
+        self._engines.lose_if_silent(engine, now)
+        load = Load(LOAD_TABLE, event, engine, now)
         self._loads[load.request_id] = load
-        load.engine.loads.add(load)
+        engine.loads.add(load)
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
         self._engines.want(event, now)

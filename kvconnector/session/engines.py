@@ -133,6 +133,13 @@ class RemoteEngines:
         factor = 1 if engine.was_ready else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
+    def lose_if_silent(self, engine: RemoteEngine, now: float) -> None:
+        """Lose an engine that has been silent for too long, before a new request relies on it. After a pause of this
+        whole process the request may come before the tick that finds out, and would fail with the older ones.
+        """
+        if engine.is_ready and (lost := self._found_lost(engine, now)) is not None:
+            guarded(partial(self.contain, engine, now), self._lose, engine, ev.Tick(), lost, now)
+
     def want(self, event: WantRequest, now: float) -> None:
         """Greet the engine of a new load, unless it was greeted already."""
         engine = self.engine_of(event.engine)

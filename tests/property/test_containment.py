@@ -144,6 +144,7 @@ class Deployment(session_world.Deployment):
         self.failed, self.must_load, self.from_p1 = set(), set(), set()
         self.num_raised = 0
         self.is_cut = self.is_probed = self.is_unmapped = self.is_ending_lost = False
+        self.is_paused = False
         self.contained, self.unusable = Counter(), []
         for engine in self.engines:
             for worker in engine.workers:
@@ -368,6 +369,8 @@ class Deployment(session_world.Deployment):
             self.unmap()
         if self.is_cut:
             self.cut()
+        if self.is_paused:
+            self.pause()
         self._settle()
         self._turn()  # takes the last reports
 
@@ -399,6 +402,14 @@ class Deployment(session_world.Deployment):
         with self.victim():
             self.reading(0)
             self.world.sever(self.engines[0], self.engines[2])
+            self.plain(0)
+
+    def pause(self):
+        """Let a request of the first producer be the first event after a pause of all processes."""
+        while any(wanted.name in self.from_p1 for wanted in self.wanted):
+            self._turn()
+        self.world.clock.advance(SETTINGS["peer"]["timeout_s"])
+        with self.victim():
             self.plain(0)
 
 
@@ -530,6 +541,7 @@ def test_an_exception_in_a_deadline_or_a_goodbye_ends_that_link(
 
     deployment.raise_in(side, name, is_hit, when)
     deployment.is_cut = name == "_peers._links.send"
+    deployment.is_paused = name == "_engines._lose"
     check(deployment, caplog, deployment.from_p1)
 
 

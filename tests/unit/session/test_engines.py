@@ -104,6 +104,21 @@ def test_each_silent_worker_is_noticed_in_its_own_time():
     assert second == harness.PEER_S
 
 
+def test_a_request_after_a_pause_of_this_process_is_not_lost_with_the_older_ones(side):
+    (link,) = harness.connect(side)
+    side.handle(harness.load_request())
+    side.now += harness.PEER_S  # no tick came: the process was stopped
+    calls = side.handle(harness.want("v"), harness.load_request("v"))
+    assert harness.call("close_link", link) in calls
+    calls += side.settle()
+    assert [each.read.load.request_id for each in harness.of(calls, "stop_receive")] == ["w"]
+    side.now += 2.0
+    calls = side.settle()
+    assert not harness.finished(calls)
+    (opened,) = harness.of(calls, "open_link")
+    assert harness.of(answers(side, opened) + side.settle(), "start_receive")
+
+
 def test_an_engine_without_requests_is_not_retried(side):
     side.handle(harness.want(), harness.load_request())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S))
