@@ -128,4 +128,5 @@ class Wanted:
     tokens: range = range(0)
     waiting: set = field(default_factory=set)
     is_followed: bool = False
+    is_failed: bool = False
     producer_started: bool = False
