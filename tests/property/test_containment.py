@@ -174,6 +174,10 @@ class Deployment(session_world.Deployment):
             self.failed.add(name)
         super()._loaded(worker, name, is_failed)
 
+    def _serves(self, producer):
+        if producer:  # the first one keeps raising
+            super()._serves(producer)
+
     @property
     def victims(self):
         return self.numbers.victims
