@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import VllmConfig
 
 from kvconnector.integrations.vllm.tracking import IdleSteps, Reports, Siblings
 
@@ -44,6 +45,7 @@ def test_siblings_wait_for_the_one_that_reads():
         ({}, [False, True]),
         ({"asynchronous": True}, [False, False, True]),
         ({"pp": 3}, [False] * 3 + [True]),
+        ({"pp": 3, "asynchronous": True, "is_v2": True}, [False] * 4 + [True]),
     ],
 )
 def test_a_step_is_idle_once_no_step_in_flight_computes(options, idle):
@@ -57,8 +59,14 @@ def test_a_data_parallel_rank_is_never_idle_because_others_wait_for_its_steps():
     assert not any(steps.plan(0) for _ in range(4))
 
 
-def config_of(*, asynchronous=False, pp=1, dp=1):
-    return SimpleNamespace(
+def config_of(*, asynchronous=False, pp=1, dp=1, is_v2=False):
+    """Return a configuration with vLLM's own number of steps in flight. Its second model runner adds one to that of
+    pipeline stages.
+    """
+    config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=pp, data_parallel_size=dp),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+        use_v2_model_runner=is_v2,
     )
+    config.max_concurrent_batches = VllmConfig.max_concurrent_batches.fget(config)
+    return config

@@ -54,13 +54,11 @@ class IdleSteps:
     """Counts steps, to find those in which no tokens are computed while no step that computes some is in flight."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        parallel = vllm_config.parallel_config
-        is_async = vllm_config.scheduler_config.async_scheduling
         # number of steps that vLLM plans before it takes the first one's results
-        self._at_once = max(2 if is_async else 1, int(parallel.pipeline_parallel_size))
+        self._at_once = int(vllm_config.max_concurrent_batches)
         self._num_empty = self._at_once  # nothing is in flight before the first step
         # data parallel ranks run in lockstep: waiting here would delay the tokens of the others
-        self._has_peers = parallel.data_parallel_size > 1
+        self._has_peers = vllm_config.parallel_config.data_parallel_size > 1
 
     def plan(self, num_tokens: int) -> bool:
         """Count a step that computes `num_tokens` tokens. Returns True if it is idle."""

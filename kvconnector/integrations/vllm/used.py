@@ -44,6 +44,7 @@ ENTRIES: tuple[Entry, ...] = (
             *("prefill_context_parallel_size", "decode_context_parallel_size"),
         ),
     ),
+    Fields("config/vllm.py:VllmConfig", ("max_concurrent_batches", "num_prefill_lookahead_tokens")),
     Fields(f"{SPECS}:KVCacheConfig", ("num_blocks", "kv_cache_groups")),
     Fields("v1/outputs.py:KVConnectorOutput", ("finished_sending", "finished_recving")),
     Fields(
