@@ -31,6 +31,7 @@ ROLES: Mapping[str, Role] = {
 }
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+OWN_IDS_VARIABLE = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 RANK_SUFFIX = re.compile(r"_dp[0-9]+\Z")
 """Ends the id of an engine's data-parallel rank."""
 
@@ -232,22 +233,40 @@ def _longrope_factors(model: Any) -> str | None:
     return "long_factor" if model.max_model_len > length else "short_factor"
 
 
-def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
+def check_deployment(
+    vllm_config: VllmConfig, role: Role, environ: Mapping[str, str] | None = None
+) -> None:
     """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    model denoises its answers, or the engine loads, and returns routed experts, or each of its prefill context parallel
-    ranks holds the whole cache.
+    model denoises its answers, clients choose the ids of requests, or the engine loads, and returns routed experts or
+    drops tokens of videos, or each of its prefill context parallel ranks holds the whole cache.
     """
-    if getattr(vllm_config.model_config, "is_diffusion", False):
+    environ = os.environ if environ is None else environ
+    model = vllm_config.model_config
+    if getattr(model, "is_diffusion", False):
         raise ConfigError(
             "KVConnector does not transfer caches of diffusion language models: they sample no token after a prompt,"
             " and compute a block of an answer many times before its cache is kept",
-            model=str(vllm_config.model_config.model),
+            model=str(model.model),
+        )
+    if environ.get(OWN_IDS_VARIABLE, "0") != "0":
+        raise ConfigError(
+            f"KVConnector keeps the blocks of requests that are over, and a new request with the id of one of them ends"
+            f" vLLM's engine: do not set {OWN_IDS_VARIABLE}",
+            value=environ[OWN_IDS_VARIABLE],
         )
     if vllm_config.aux_output_config.enabled and role != "producer":
         raise ConfigError(
             "vLLM has no routed experts of tokens that were computed elsewhere: start engines that load prompts"
             " without --enable-return-routed-experts",
             role=role,
+        )
+    media = model.multimodal_config
+    if media is not None and media.video_pruning_rate and model.uses_mrope and role != "producer":
+        raise ConfigError(
+            "vLLM learns the positions of what follows a pruned video only when it computes the video's tokens: start"
+            " engines that load prompts without --video-pruning-rate",
+            role=role,
+            video_pruning_rate=media.video_pruning_rate,
         )
     parallel = vllm_config.parallel_config
     pcp_size = parallel.prefill_context_parallel_size

@@ -24,6 +24,8 @@ def vllm_config(role="kv_producer", cache_dtype="auto", vllm_id="e", index=0, **
             dtype="torch.bfloat16",
             get_total_num_hidden_layers=lambda: 4,
             hf_text_config=SimpleNamespace(rope_theta=10000.0),
+            multimodal_config=None,
+            uses_mrope=False,
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         aux_output_config=SimpleNamespace(enabled=False),
@@ -164,6 +166,32 @@ def test_engines_that_load_have_no_routed_experts_to_return(role):
     refusal = pytest.raises(ConfigError, match="--enable-return-routed-experts")
     with nullcontext() if role == "producer" else refusal:
         integration.check_deployment(config, role)
+
+
+@pytest.mark.parametrize(
+    "role,uses_mrope,rate,is_taken",
+    [
+        *[("producer", True, 0.5, True), ("consumer", False, 0.5, True)],
+        *[("both", True, 0.0, True), ("consumer", True, None, True)],
+        *[("consumer", True, 0.5, False), ("both", True, 0.5, False)],
+    ],
+)
+def test_engines_that_load_do_not_prune_videos(role, uses_mrope, rate, is_taken):
+    """vLLM corrects the positions after a pruned video when it embeds the video, which such an engine does not do."""
+    config = vllm_config()
+    config.model_config.uses_mrope = uses_mrope
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=rate)
+    refusal = pytest.raises(ConfigError, match="--video-pruning-rate")
+    with nullcontext() if is_taken else refusal:
+        integration.check_deployment(config, role)
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_clients_do_not_choose_the_ids_of_requests(value):
+    environ = {} if value is None else {integration.OWN_IDS_VARIABLE: value}
+    refusal = pytest.raises(ConfigError, match=f"do not set {integration.OWN_IDS_VARIABLE}")
+    with refusal if value == "1" else nullcontext():
+        integration.check_deployment(vllm_config(), "producer", environ)
 
 
 def test_a_model_that_denoises_its_answers_is_refused():
