@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from array import array
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -378,6 +378,33 @@ def test_a_sender_that_sglang_creates_has_the_digest_of_its_prompt(
         sender = request.disagg_kv_sender
         assert sender.identity().tokens_digest == digest_of(range(num_tokens))
         sender.clear()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stage_publishes_a_chunk_after_the_step_that_writes_it(backend, monkeypatch, stages):
+    """SGLang's stages publish it as soon as that step was launched, on another stream than the current one."""
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Mixin
+
+    with closing(Side(backend, "prefill", 16, "cpu")) as side:
+        backend.get_parallel().pp_size = stages
+        request = Mock(**vars(request_of(array("q", range(TOKENS)), bootstrap_room=5)))
+
+        def make_sender(*_):
+            request.disagg_kv_sender = backend.KVSender(side.manager, "127.0.0.1:1", 5)
+            return True
+
+        scheduler = Mock(enable_overlap=False, forward_stream="steps", chunked_req=request)
+        queue = SimpleNamespace(kv_manager=side.manager, scheduler=scheduler)
+        assert backend.create_sender(make_sender, queue, request)
+        scheduler.send_kv_chunk = lambda req: req.disagg_kv_sender.send(side.pages[:1])
+        waited = []
+        monkeypatch.setattr(
+            side.manager, "after", lambda *events: waited.extend(events) or nullcontext()
+        )
+        Mixin.process_prefill_chunk(scheduler, last_batch=None, running_batch=Mock())
+        assert request.disagg_kv_sender.num_tokens == 16
+        assert [*filter(None, waited)] == (["steps"] if stages > 1 else [])
+        request.disagg_kv_sender.clear()
 
 
 IMAGE_TOKEN = 90

@@ -378,11 +378,16 @@ def _manager_of(scheduler: Any) -> KVManager | None:
 def create_sender(
     original: Callable[..., bool], queue: Any, req: Any, *arguments: Any, **options: Any
 ) -> bool:
-    """Begin with what the end of a prompt will say of it: a hook around SGLang's method of this name."""
+    """Begin with what the end of a prompt will say of it, and name the stream that writes its chunks: a hook around
+    SGLang's method of this name.
+    """
     is_created = original(queue, req, *arguments, **options)
     sender = getattr(req, "disagg_kv_sender", None)
     if is_created and isinstance(sender, SentPrompt):
         sender.identity = _begin_identity(queue, req, req.origin_input_ids)
+        # pipeline stages run their steps on this stream, and publish a chunk right after its step was launched
+        if get_parallel().pp_size > 1:
+            sender.stream = queue.scheduler.forward_stream
     return is_created
 
 

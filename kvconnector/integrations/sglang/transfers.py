@@ -197,6 +197,10 @@ class SentPrompt(RoomTransfer):
     gives_up = WithdrawRequest
     _early_send_wait_event: Any = None
     """SGLang sets it before `send`: the CUDA event after which the pages are written."""
+    stream: Any = None
+    """The CUDA stream on which the steps run, if SGLang publishes chunks before the step that computes them has ended,
+    as pipeline stages do; else None.
+    """
 
     def __init__(
         self,
@@ -256,7 +260,7 @@ class SentPrompt(RoomTransfer):
         state_indices: Sequence[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Publish the prompt's next chunk. Consumers read it after the work queued on the current stream.
+        """Publish the prompt's next chunk. Consumers read it after the work queued on the current stream and `stream`.
 
         Args:
             kv_indices: The chunk's pages.
@@ -265,15 +269,16 @@ class SentPrompt(RoomTransfer):
             num_kv_tokens: Tokens in the pages; None if they are full.
         """
         # also in a rank that has failed, since its votes depend on it
-        self._is_complete = state_indices is not None
+        self._is_complete = is_last = state_indices is not None
         if self.stage is not Stage.WAITING:
             return
         self.weights.add(self.kv_mgr.weight_version())
         early, self._early_send_wait_event = self._early_send_wait_event, None
         layout, pages = self.kv_mgr.layout, [int(page) for page in kv_indices]
-        with self.failing(), self.kv_mgr.after(early):
+        # the last chunk is published once its step has ended, and need not wait for the ones after it
+        with self.failing(), self.kv_mgr.after(early, None if is_last else self.stream):
             count = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
-            self._check_chunk(len(pages), count, is_last=state_indices is not None)
+            self._check_chunk(len(pages), count, is_last=is_last)
             self._pages = self._pages.extended(pages)
             self.num_tokens += count
             if state_indices is None:

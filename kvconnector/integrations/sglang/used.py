@@ -202,6 +202,8 @@ ENTRIES: tuple[Entry, ...] = (
     Name("srt/managers/schedule_batch.py:Req.build_rebootstrap_payload"),
     Fields("srt/managers/io_struct.py:GenerateReqInput", ("lora_path", "extra_key", "cache_salt")),
     Mentioned("srt/managers/scheduler.py", ("tp_worker", "model_runner", "lora_manager")),
+    # the stream of the steps, which pipeline stages do not wait for before they publish a chunk
+    Mentioned("srt/managers/scheduler_pp_mixin.py", ("forward_stream",)),
     Mentioned("srt/lora/lora_manager.py", ("lora_refs",)),
     Fields("srt/lora/lora_registry.py:LoRARef", ("lora_id", "lora_name")),
     Fields("srt/managers/schedule_batch.py:MultimodalInputs", ("mm_items",)),

@@ -1,6 +1,6 @@
 """Prompts, windows and states arrive between engines of any shapes, by real workers."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import msgspec
 import pytest
@@ -60,6 +60,20 @@ def pair(request):
     model, prefill, decode = request.param
     with closing(Pair(model, prefill=prefill, decode=decode)) as made:
         yield made
+
+
+def test_a_stage_waits_for_its_steps_before_all_chunks_but_the_last(monkeypatch):
+    """The last one is published once its step has ended, and the stream may have others queued by then."""
+    with closing(Pair(Model())) as pair:
+        waited, (rank,) = [], pair.prefill.ranks
+        monkeypatch.setattr(rank, "after", lambda *events: waited.append(events) or nullcontext())
+        (sent,) = pair.send(78)
+        sent.stream, sent._early_send_wait_event = "steps", "event"
+        pair.compute([sent], PREFILL_PAGES, 0, 16)
+        pair.compute([sent], PREFILL_PAGES, 16, 20, is_last=True)
+        assert waited == [("event", "steps"), (None, None)]
+        sent.abort()
+        assert pair.until_over(sent) == [Stage.FAILED]
 
 
 def test_a_prompt_arrives_in_chunks_past_the_decode_engines_prefix(pair):
