@@ -40,7 +40,10 @@ ROWS = 4
 SENT_ROW, READ_ROW = 1, 2
 BOOTSTRAPPING, WAITING, SUCCESS, FAILED = 1, 2, 4, 0
 LIMIT_S = 100.0
-OTHER_CACHES = ("enable_lmcache", "enable_unified_cache_external_linker")
+OTHER_CACHES = (
+    *("enable_lmcache", "enable_unified_cache_external_linker"),
+    *("enable_flexkv", "radix_cache_backend"),
+)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 20, (1,), (0, 2)
 
@@ -54,6 +57,7 @@ class Side:
     kv_cache_dtype = "auto"
     has_host_cache = False
     other_caches = ()
+    ratios = None
 
     def __init__(self, backend, mode, page_size, device, kind="mha"):
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
@@ -67,6 +71,7 @@ class Side:
         args.pp_rank = args.system_dp_rank = 0
         args.kv_cache_dtype_str, args.kv_layout = self.kv_cache_dtype, None
         args.is_hybrid_mla_backend = False
+        args.mla_compression_ratios = self.ratios
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
         server = SimpleNamespace(
             device=device.partition(":")[0],
@@ -905,6 +910,23 @@ def test_types_whose_scales_sglang_does_not_list_are_refused(backend, monkeypatc
 def test_keys_and_values_in_tiles_are_refused(backend, monkeypatch):
     monkeypatch.setenv("SGLANG_AITER_KV_CACHE_LAYOUT", "vectorized_5d")
     with pytest.raises(ConfigError, match="vectorized_5d"):
+        Side(backend, "decode", 32, "cpu")
+
+
+def test_compressed_states_of_another_type_are_refused(backend, monkeypatch):
+    """A ring of them with speculative decoding has as many bytes as one of float32 without, and other slots."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import get_compress_state_ring_size
+
+    assert get_compress_state_ring_size(4, 1) == 2 * get_compress_state_ring_size(4)
+    monkeypatch.setenv("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "BF16")
+    with closing(Side(backend, "decode", 32, "cpu")):
+        pass
+    monkeypatch.setattr(Side, "ratios", (4, 128, 0))
+    with pytest.raises(ConfigError, match="COMPRESS_STATE_DTYPE") as refused:
+        Side(backend, "decode", 32, "cpu")
+    assert refused.value.context["SGLANG_DSV4_COMPRESS_STATE_DTYPE"] == "bf16"
+    monkeypatch.setenv("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "fp32")
+    with pytest.raises(GeometryError, match="256 tokens"):  # these pools are another model's
         Side(backend, "decode", 32, "cpu")
 
 

@@ -562,6 +562,8 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
     parallel, disagg = get_parallel(), get_disagg()
     pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     layout = str(envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()).lower()
+    is_compressed = getattr(args, "mla_compression_ratios", None) is not None
+    state_dtype = str(envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get()).strip().lower()
     return {
         # SGLang lists the values of nvfp4 and fp4_mx_block16 without their scales
         "kv_cache_dtype": (
@@ -569,6 +571,10 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         ),
         # K and V are stored in tiles there, where neither a partly filled page nor a single head is a range of bytes
         "SGLANG_AITER_KV_CACHE_LAYOUT": "" if layout == "nhd" else layout,
+        # a ring of 16 such states has as many bytes as one of 8 in float32, and SGLang lists neither number nor type
+        "SGLANG_DSV4_COMPRESS_STATE_DTYPE": (
+            state_dtype if is_compressed and state_dtype not in {"float32", "fp32"} else ""
+        ),
         # each rank then has a registry of its own
         "SGLANG_RUST_SERVER with data-parallel attention": (
             parallel.attn_dp_size > 1 and bool(envs.SGLANG_RUST_SERVER.get())
@@ -606,7 +612,9 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
                 else None
             ),
         ),
-        # nobody has read when they write pages that are published or loaded
+        # some load a prefix while it is published as one that is cached, and of others nobody has read when they write
+        "enable_flexkv": server_args.enable_flexkv,
+        "radix_cache_backend": server_args.radix_cache_backend,
         "enable_lmcache": server_args.enable_lmcache,
         "enable_unified_cache_external_linker": server_args.enable_unified_cache_external_linker,
         "enable_hisparse": server_args.enable_hisparse,
