@@ -237,8 +237,9 @@ def check_deployment(
     vllm_config: VllmConfig, role: Role, environ: Mapping[str, str] | None = None
 ) -> None:
     """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    model denoises its answers, clients choose the ids of requests, or the engine loads, and returns routed experts or
-    drops tokens of videos, or each of its prefill context parallel ranks holds the whole cache.
+    model denoises its answers, clients choose the ids of requests, each rank has a scheduler of its own, or the engine
+    loads, and returns routed experts or drops tokens of videos, or each of its prefill context parallel ranks holds the
+    whole cache.
     """
     environ = os.environ if environ is None else environ
     model = vllm_config.model_config
@@ -269,6 +270,12 @@ def check_deployment(
             video_pruning_rate=media.video_pruning_rate,
         )
     parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "with external_launcher each rank has a scheduler of its own, and all must plan the same steps, but"
+            " transfers end on one rank before another: use another distributed_executor_backend",
+            world_size=parallel.world_size,
+        )
     pcp_size = parallel.prefill_context_parallel_size
     if pcp_size > 1 and parallel.decode_context_parallel_size == 1 and role != "producer":
         raise ConfigError(

@@ -17,6 +17,8 @@ def vllm_config(role="kv_producer", cache_dtype="auto", vllm_id="e", index=0, **
             data_parallel_index=index,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            distributed_executor_backend="mp",
+            world_size=1,
         ),
         model_config=SimpleNamespace(
             model="/models/m",
@@ -184,6 +186,18 @@ def test_engines_that_load_do_not_prune_videos(role, uses_mrope, rate, is_taken)
     refusal = pytest.raises(ConfigError, match="--video-pruning-rate")
     with nullcontext() if is_taken else refusal:
         integration.check_deployment(config, role)
+
+
+@pytest.mark.parametrize("backend", ["mp", "external_launcher"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_do_not_have_schedulers_of_their_own(backend, world_size):
+    """Loads end on one rank before another, so the ranks would plan different steps, and wait for each other."""
+    config = vllm_config()
+    config.parallel_config.distributed_executor_backend = backend
+    config.parallel_config.world_size = world_size
+    refusal = pytest.raises(ConfigError, match="external_launcher")
+    with refusal if (backend, world_size) == ("external_launcher", 2) else nullcontext():
+        integration.check_deployment(config, "producer")
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])
