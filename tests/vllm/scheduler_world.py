@@ -26,7 +26,6 @@ from tests.vllm.cache_world import SIZE as BLOCK_SIZE
 
 NUM_BLOCKS = 64
 LAYERS = 4
-TIER_OPTIONS = {"cpu_bytes_to_use": 64 << 20}
 SECRET = "5" * 32
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 TRANSFER = {"transfer_id": "t", "transfer_secret": SECRET}
@@ -74,7 +73,7 @@ def vllm_config(
             "kv_connector": beside,
             "kv_connector_module_path": __name__ if beside == "KeepingConnector" else None,
             "kv_role": role,
-            "kv_connector_extra_config": {} if beside == "KVConnector" else TIER_OPTIONS,
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
         }
         connectors = [transfer, other] if is_first else [other, transfer]
         children = {"kv_connector_extra_config": {"connectors": connectors}}

@@ -355,7 +355,7 @@ def test_a_child_that_takes_our_requests_for_its_own_is_refused(model, monkeypat
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     with pytest.raises(LocalError, match="at least one cache"):
         made.register_kv_caches({})
-    for name in RIVALS:
+    for name in [*RIVALS, "KVConnector"]:
         made.sub_connectors[0].__class__ = type(name, (w.KeepingConnector,), {})
         with pytest.raises(ConfigError, match=f"only one child.*{name}"):
             made.register_kv_caches({})

@@ -429,13 +429,6 @@ def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_cha
             engine.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
 
 
-@pytest.mark.parametrize("is_ranged", [False, True])
-def test_two_children_that_transfer_between_engines_are_refused(world, is_ranged):
-    """One would free what the other reads, and a producer's would clash over `kv_transfer_params`."""
-    with pytest.raises(LocalError, match="only one child of a MultiConnector"):
-        world(beside="KVConnector", is_first=True, is_ranged=is_ranged)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_workers_wait_for_loads_only_where_nothing_is_computed(world, is_async):
     """Neither in the step nor in the one before it, if that may still run."""

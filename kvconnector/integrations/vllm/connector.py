@@ -294,20 +294,21 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, AddsToOutputs):
 
 
 def check_siblings() -> None:
-    """Raise ConfigError if this worker's connector is a `MultiConnector` with a child that is one of our rivals: it
-    would wait for the cache of our requests, which then never end, or clash with our `kv_transfer_params`.
+    """Raise ConfigError if this worker's connector is a `MultiConnector` with another child that transfers between
+    engines. It would wait for the cache of our requests, which then never end, free what we still read, or clash with
+    our `kv_transfer_params`.
     """
     whole = get_kv_transfer_group() if has_kv_transfer_group() else None
     children = whole.sub_connectors if isinstance(whole, MultiConnector) else ()
+    between_engines = RIVALS | {KVConnector.__name__}
     found = [
         type(child).__name__
         for child in children
-        if RIVALS.intersection(base.__name__ for base in type(child).__mro__)
+        if between_engines.intersection(base.__name__ for base in type(child).__mro__)
     ]
-    if found:
+    if len(found) > 1:
         raise ConfigError(
-            "only one child of a MultiConnector may transfer between engines, and KVConnector does",
-            others=found,
+            "only one child of a MultiConnector may transfer between engines", children=found
         )
 
 

@@ -47,12 +47,9 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A `Handshake`, encoded. `taken_by`: the scheduler half that has it. `MultiConnector` gives the first child's
-    to all of them.
-    """
+    """A `Handshake`, encoded."""
 
     payload: bytes
-    taken_by: object = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, handshake: Handshake) -> HandshakeMetadata:

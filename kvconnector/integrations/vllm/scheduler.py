@@ -101,19 +101,13 @@ class SchedulerHalf:
         the engine wakes up, which changes nothing. Raises KVConnectorError: the workers do not form one engine, or the
         address or the keys cannot be used.
         """
-        foreign = {
-            type(item).__name__
-            for item in metadata.values()
-            if not isinstance(item, HandshakeMetadata) or item.taken_by not in (None, self)
-        }
+        foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
         if foreign:
             raise LocalError(
                 "KVConnector received another connector's handshake: only one child of a MultiConnector may"
                 " transfer between engines",
                 found=sorted(foreign),
             )
-        for item in metadata.values():
-            item.taken_by = self
         handshakes = [item.decode() for item in metadata.values()]
         groups = {handshake.groups for handshake in handshakes}
         if len(groups) != 1:
