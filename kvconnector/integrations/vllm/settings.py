@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +33,8 @@ ROLES: Mapping[str, Role] = {
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 OWN_IDS_VARIABLE = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+SNAPSHOT_SERVER = "vllm.snapshot.server"
+"""What `vllm snapshot create` runs. Its engine's process has the same main module, however it was started."""
 RANK_SUFFIX = re.compile(r"_dp[0-9]+\Z")
 """Ends the id of an engine's data-parallel rank."""
 
@@ -237,9 +240,9 @@ def check_deployment(
     vllm_config: VllmConfig, role: Role, environ: Mapping[str, str] | None = None
 ) -> None:
     """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    model denoises its answers, clients choose the ids of requests, each rank has a scheduler of its own, or the engine
-    loads, and returns routed experts or drops tokens of videos, or each of its prefill context parallel ranks holds the
-    whole cache.
+    model denoises its answers, clients choose the ids of requests, each rank has a scheduler of its own, the engine is
+    to be restored from a snapshot, or it loads, and returns routed experts or drops tokens of videos, or each of its
+    prefill context parallel ranks holds the whole cache.
     """
     environ = os.environ if environ is None else environ
     model = vllm_config.model_config
@@ -254,6 +257,12 @@ def check_deployment(
             f"KVConnector keeps the blocks of requests that are over, and a new request with the id of one of them ends"
             f" vLLM's engine: do not set {OWN_IDS_VARIABLE}",
             value=environ[OWN_IDS_VARIABLE],
+        )
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if main is not None and main.name == SNAPSHOT_SERVER:
+        raise ConfigError(
+            "KVConnector cannot be saved in a snapshot: it has memory registered with the network, and a name by which"
+            " other engines notice a restart, and both would be those of the saved process"
         )
     if vllm_config.aux_output_config.enabled and role != "producer":
         raise ConfigError(

@@ -1,3 +1,4 @@
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -206,6 +207,15 @@ def test_clients_do_not_choose_the_ids_of_requests(value):
     refusal = pytest.raises(ConfigError, match=f"do not set {integration.OWN_IDS_VARIABLE}")
     with refusal if value == "1" else nullcontext():
         integration.check_deployment(vllm_config(), "producer", environ)
+
+
+@pytest.mark.parametrize("name", [integration.SNAPSHOT_SERVER, "vllm.entrypoints.cli.main", None])
+def test_engines_are_not_restored_from_snapshots(monkeypatch, name):
+    spec = None if name is None else SimpleNamespace(name=name)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    refusal = pytest.raises(ConfigError, match="snapshot")
+    with refusal if name == integration.SNAPSHOT_SERVER else nullcontext():
+        integration.check_deployment(vllm_config(), "producer")
 
 
 def test_a_model_that_denoises_its_answers_is_refused():
