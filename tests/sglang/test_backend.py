@@ -930,6 +930,26 @@ def test_compressed_states_of_another_type_are_refused(backend, monkeypatch):
         Side(backend, "decode", 32, "cpu")
 
 
+@pytest.mark.parametrize("on_cuda", [True, False])
+@pytest.mark.parametrize("is_off", [True, False])
+def test_an_indexers_keys_are_named_by_whether_sglang_rotates_them(
+    backend, monkeypatch, on_cuda, is_off
+):
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+
+    monkeypatch.setenv("SGLANG_DISABLE_DSA_INDEXER_FUSION", str(int(is_off)))
+    monkeypatch.setattr(backend, "is_cuda", lambda: on_cuda)
+    monkeypatch.setattr(dsa_indexer, "rotate_activation", lambda keys: -keys)
+    made = " ".join(inspect.getsource(dsa_indexer.Indexer.__init__).split())
+    variable = "envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()"
+    rule = f"use_dsa_indexer_fusion = ( _is_cuda and not {variable} and not is_neox_style )"
+    assert made.count(rule) == 1
+    indexer = SimpleNamespace(use_aiter_fused_fp8_writer=False)
+    indexer.use_dsa_indexer_fusion = on_cuda and not is_off
+    is_rotated = dsa_indexer.Indexer._maybe_rotate(indexer, 1) == -1
+    assert backend._index_element() == ("rotated_index_keys" if is_rotated else "index_keys")
+
+
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):
     backend.get_parallel().attn_tp_size = 4
     with pytest.raises(GeometryError, match="heads of zeros"):

@@ -54,7 +54,7 @@ from sglang.srt.runtime_context import (
     get_parallel,
     get_serving,
 )
-from sglang.srt.utils.common import cpu_has_amx_support
+from sglang.srt.utils.common import cpu_has_amx_support, is_cuda
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
@@ -759,6 +759,7 @@ def _shape(
             has_latent=has_latent,
             is_scaled=_is_scaled(model),
         ),
+        index_element=_index_element(),
     )
     if "mamba" not in args.state_types:
         return shape
@@ -771,6 +772,14 @@ def _shape(
     if model.hf_config.model_type not in MAMBA_2:
         return shape
     return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))
+
+
+def _index_element() -> str:
+    """Return which numbers an indexer's keys are: SGLang rotates them by Hadamard's matrix, unless it projects them
+    together with their weights.
+    """
+    is_fused = is_cuda() and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
+    return "index_keys" if is_fused else "rotated_index_keys"
 
 
 def _is_scaled(model: ModelConfig) -> bool:

@@ -86,7 +86,8 @@ class Shape:
     `conv_heads` are this rank's channels in each part of a Mamba 2 convolution, which SGLang does not list.
     `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token. `numbers`
     are the elements of the model's own K and V. `state_element` names recurrent states' types, which `KVArgs` does not
-    list: states of other types may have as many bytes.
+    list: states of other types may have as many bytes. `index_element` says likewise which numbers an indexer's keys
+    are.
     """
 
     tp_rank: int
@@ -110,6 +111,7 @@ class Shape:
     accumulates_c128: bool = False
     numbers: Numbers = BYTES
     state_element: str = ""
+    index_element: str = ""
     is_transposed: bool = False
     """True if a convolution's channels are innermost, as kernels for AMX need them: no rank's share is a range."""
 
@@ -220,6 +222,7 @@ def _index_groups(
         held = [each for each in pages if (each[0] >= shape.num_layers) == is_draft]
         if held or not is_draft:
             group = _group(held, args.page_size, shape, like=_like(INDEX_ROWS[0]))
+            group = _with_element(group, shape.index_element)
             found.append((Group("dsa", index, is_draft=is_draft), group))
     return found
 
@@ -354,12 +357,8 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
             (each.layer, _state_views(each, at, args, index, shape))
             for at, each in enumerate(buffers)
         ]
-        group = _group(states, 1, shape)  # a block is one slot, and counts as one token
-        parts = tuple(
-            msgspec.structs.replace(part, element=shape.state_element)
-            for part in group.geometry.parts
-        )
-        return replace(group, geometry=msgspec.structs.replace(group.geometry, parts=parts))
+        # a block is one slot, and counts as one token
+        return _with_element(_group(states, 1, shape), shape.state_element)
     layout = getattr(
         args, "swa_kv_cache_layout", "nhd"
     )  # since 0.5.22; before there was this one alone
@@ -389,6 +388,13 @@ def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) ->
     pages = [(each.layer, [(_page_view(each, page_size, heads, item), heads)]) for each in buffers]
     group = _group(pages, page_size, shape, names=shape.part_names)
     return _with_numbers(group, shape.numbers)
+
+
+def _with_element(group: CacheGroup, element: str) -> CacheGroup:
+    """Return a group all of whose parts state what their elements are."""
+    geometry = group.geometry
+    parts = tuple(msgspec.structs.replace(part, element=element) for part in geometry.parts)
+    return replace(group, geometry=msgspec.structs.replace(geometry, parts=parts))
 
 
 def _with_numbers(group: CacheGroup, numbers: Numbers) -> CacheGroup:

@@ -250,6 +250,11 @@ ENTRIES: tuple[Entry, ...] = (
 
 V4 = "srt/mem_cache/deepseek_v4_memory_pool.py:DeepSeekV4TokenToKVPool"
 SPARSE: tuple[Entry, ...] = (
+    # when keys of an indexer are rotated
+    Mentioned("srt/environ.py", ("SGLANG_DISABLE_DSA_INDEXER_FUSION",)),
+    Unchanged(
+        "srt/layers/attention/dsa/dsa_indexer.py:Indexer._maybe_rotate", ("e63ffba67512b290",)
+    ),
     Unchanged(f"{POOLS}:DSATokenToKVPool.get_state_buf_infos", ("80f8dd238f345cc9",)),
     Unchanged(
         "srt/mem_cache/index_key_cache.py:IndexKeyCache.state_buf_infos", ("2db209a094c53f63",)

@@ -214,6 +214,31 @@ def test_a_model_with_compressed_rows_has_a_group_for_each_kind_of_row():
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("element", ["index_keys", "rotated_index_keys"])
+def test_an_indexers_keys_fit_only_those_that_are_rotated_alike(element):
+    """They have as many bytes, and a query of the other kind would select other tokens."""
+
+    class Named(SparsePools):
+        def __init__(self, *args, is_prefill, **options):
+            super().__init__(*args, is_prefill=is_prefill, **options)
+            name = element if is_prefill else "rotated_index_keys"
+            self.shape = replace(self.shape, index_element=name)
+
+    engine = {"pools": Named, "page_size": 64}
+    with closing(Pair(DSA, prefill=engine, decode=engine)) as pair:
+        sent, wanted = pair.send(94), pair.want(94)
+        _send(pair, sent, 0, 100, 100)
+        _load(pair, wanted, 100)
+        is_alike = element == "rotated_index_keys"
+        assert pair.until_over(*wanted) == [Stage.DONE if is_alike else Stage.FAILED]
+        if not is_alike:
+            refused = error_of(wanted[0])
+            assert isinstance(refused, IncompatiblePeerError)
+            assert element in str(refused)
+        pair.until_over(*sent) if is_alike else sent[0].abort()
+
+
+@pytest.mark.ucx
 def test_an_accumulated_state_fits_only_its_like():
     class Accumulating(SparsePools):
         def __init__(self, *args, **options):
