@@ -202,6 +202,8 @@ def backend(monkeypatch):
     monkeypatch.setattr(backend, "get_model", lambda: weights)
     media = SimpleNamespace(mm_feature_transport=None)
     monkeypatch.setattr(backend, "get_mm", lambda: media)
+    spec = SimpleNamespace(speculative_algorithm=None, speculative_token_map=None)
+    monkeypatch.setattr(backend, "get_spec", lambda: spec)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
     serving = SimpleNamespace(host="127.0.0.1", port=1, api_key=None)
     monkeypatch.setattr(backend, "get_serving", lambda: serving)
@@ -928,6 +930,22 @@ def test_compressed_states_of_another_type_are_refused(backend, monkeypatch):
     monkeypatch.setenv("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "fp32")
     with pytest.raises(GeometryError, match="256 tokens"):  # these pools are another model's
         Side(backend, "decode", 32, "cpu")
+
+
+def test_a_draft_models_tokens_are_named_by_the_list_of_frequent_ones(backend, tmp_path):
+    """SGLang's prefill engine sends places in its list, and a decode engine looks them up in its own."""
+    spec = backend.get_spec()
+    names = [backend._seed_element()]
+    for frequent in ([5, 7], [5, 9]):
+        path = tmp_path / "map.pt"
+        torch.save(frequent, path)
+        spec.speculative_token_map = str(path)
+        for algorithm in ("EAGLE", "EAGLE3"):  # the latter has a list of its own
+            spec.speculative_algorithm = algorithm
+            names.append(backend._seed_element())
+    plain, first, of_eagle3, second, _ = names
+    assert len({plain, first, second}) == 3
+    assert plain == of_eagle3 == "draft_tokens"
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])

@@ -53,14 +53,16 @@ from sglang.srt.runtime_context import (
     get_model,
     get_parallel,
     get_serving,
+    get_spec,
 )
+from sglang.srt.speculative.spec_utils import load_token_map
 from sglang.srt.utils.common import cpu_has_amx_support, is_cuda
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
 from kvconnector.control.address import HostPort, parse_address
 from kvconnector.errors import GeometryError, LocalError
-from kvconnector.integrations.identity import Identity
+from kvconnector.integrations.identity import Identity, content_digest
 from kvconnector.integrations.model_values import (
     config_fields,
     longrope_length,
@@ -760,6 +762,7 @@ def _shape(
             is_scaled=_is_scaled(model),
         ),
         index_element=_index_element(),
+        seed_element=_seed_element(),
     )
     if "mamba" not in args.state_types:
         return shape
@@ -780,6 +783,18 @@ def _index_element() -> str:
     """
     is_fused = is_cuda() and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
     return "index_keys" if is_fused else "rotated_index_keys"
+
+
+def _seed_element() -> str:
+    """Return by which numbers a draft model's tokens are named: by places in a list of frequent ones, if it has one.
+
+    An engine whose list is shorter than such a number would end.
+    """
+    spec = get_spec()
+    if spec.speculative_token_map is None or spec.speculative_algorithm == "EAGLE3":
+        return "draft_tokens"
+    frequent = load_token_map(spec.speculative_token_map)
+    return f"draft_tokens_of_map_{content_digest(frequent.numpy().tobytes())[:8]}"
 
 
 def _is_scaled(model: ModelConfig) -> bool:

@@ -87,7 +87,7 @@ class Shape:
     `accumulates_c128`: DeepSeek-V4's state of 128 tokens is one accumulated row, not a row for each token. `numbers`
     are the elements of the model's own K and V. `state_element` names recurrent states' types, which `KVArgs` does not
     list: states of other types may have as many bytes. `index_element` says likewise which numbers an indexer's keys
-    are.
+    are, and `seed_element` by which numbers a draft model's tokens are named.
     """
 
     tp_rank: int
@@ -112,6 +112,7 @@ class Shape:
     numbers: Numbers = BYTES
     state_element: str = ""
     index_element: str = ""
+    seed_element: str = ""
     is_transposed: bool = False
     """True if a convolution's channels are innermost, as kernels for AMX need them: no rank's share is a range."""
 
@@ -172,7 +173,8 @@ def registered_groups(
     found = [each for each in found if not each[0].is_draft]
     found.append((Group("row"), _metadata_group(rows, shape)))
     if rows.seed_bytes:
-        drafts.append((Group("row", is_draft=True), _metadata_group(rows, shape, is_seed=True)))
+        seeds = _with_element(_metadata_group(rows, shape, is_seed=True), shape.seed_element)
+        drafts.append((Group("row", is_draft=True), seeds))
     found += drafts
     return [cache for _, cache in found], tuple(group for group, _ in found)
 

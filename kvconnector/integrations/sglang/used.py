@@ -164,6 +164,9 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{CONTEXT}:get_disagg"),
     Name(f"{CONTEXT}:get_serving"),
     Name(f"{CONTEXT}:get_model"),
+    Name(f"{CONTEXT}:get_spec"),
+    Mentioned("srt/arg_groups/field_order.py", ("speculative_token_map", "speculative_algorithm")),
+    Name("srt/speculative/spec_utils.py:load_token_map", ("token_map_path",)),
     Name(f"{CONTEXT}:attention_backends"),
     Mentioned("srt/arg_groups/field_order.py", ("quantization_param_path", "weight_version")),
     Mentioned(

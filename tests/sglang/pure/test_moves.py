@@ -1,6 +1,7 @@
 """Prompts, windows and states arrive between engines of any shapes, by real workers."""
 
 from contextlib import closing, nullcontext
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,8 +10,8 @@ from kvconnector.errors import IncompatiblePeerError, OtherPromptError
 from kvconnector.integrations.identity import Identity, PromptEnd, digest_of
 from kvconnector.integrations.sglang.prompt_end import name_of_weights
 from kvconnector.integrations.sglang.transfers import Stage
-from tests.sglang.pure.engines import Pair
-from tests.sglang.pure.pools import Model
+from tests.sglang.pure.engines import Pair, error_of
+from tests.sglang.pure.pools import Model, Pools
 
 pytestmark = pytest.mark.ucx
 
@@ -60,6 +61,27 @@ def pair(request):
     model, prefill, decode = request.param
     with closing(Pair(model, prefill=prefill, decode=decode)) as made:
         yield made
+
+
+def test_a_draft_models_tokens_must_be_of_one_list():
+    """A place in the prefill engine's list may be beyond the end of the decode engine's, which would then end."""
+
+    class Named(Pools):
+        def __init__(self, *args, is_prefill, **options):
+            super().__init__(*args, is_prefill=is_prefill, **options)
+            name = "draft_tokens" if is_prefill else "draft_tokens_of_map_0123abcd"
+            self.shape = replace(self.shape, seed_element=name)
+
+    engine = {"pools": Named}
+    with closing(Pair(Model(draft=1), prefill=engine, decode=engine)) as pair:
+        sent, wanted = pair.send(79), pair.want(79)
+        pair.compute(sent, PREFILL_PAGES, 0, 20, is_last=True)
+        pair.load(wanted, DECODE_PAGES, 20)
+        assert {*pair.until_over(*wanted)} == {Stage.FAILED}
+        refused = error_of(wanted[0])
+        assert isinstance(refused, IncompatiblePeerError)
+        assert "draft_tokens_of_map_0123abcd" in str(refused)
+        sent[0].abort()
 
 
 def test_a_stage_waits_for_its_steps_before_all_chunks_but_the_last(monkeypatch):
