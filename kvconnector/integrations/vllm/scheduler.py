@@ -101,7 +101,11 @@ class SchedulerHalf:
         the engine wakes up, which changes nothing. Raises KVConnectorError: the workers do not form one engine, or the
         address or the keys cannot be used.
         """
-        foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
+        foreign = {
+            type(item).__name__
+            for item in metadata.values()
+            if not isinstance(item, HandshakeMetadata)
+        }
         if foreign:
             raise LocalError(
                 "KVConnector received another connector's handshake: only one child of a MultiConnector may"
