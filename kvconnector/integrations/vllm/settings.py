@@ -239,10 +239,18 @@ def _longrope_factors(model: Any) -> str | None:
 def check_deployment(
     vllm_config: VllmConfig, role: Role, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
-    model denoises its answers, clients choose the ids of requests, each rank has a scheduler of its own, the engine is
-    to be restored from a snapshot, or it loads, and returns routed experts or drops tokens of videos, or each of its
-    prefill context parallel ranks holds the whole cache.
+    """Refuse what does not work with kvconnector, before anything is allocated.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: What the engine does with other engines.
+        environ: Environment variables; None for those of this process.
+
+    Raises:
+        ConfigError: for any engine: the model is a diffusion language model, vLLM takes request ids from clients as
+            they are, the engine is to be saved in a snapshot, or each of several ranks has a scheduler of its own. For
+            engines that load: answers name the routed experts, videos are pruned in a model with M-RoPE, or each of
+            several prefill context parallel ranks holds the whole cache.
     """
     environ = os.environ if environ is None else environ
     model = vllm_config.model_config
@@ -274,7 +282,7 @@ def check_deployment(
     if media is not None and media.video_pruning_rate and model.uses_mrope and role != "producer":
         raise ConfigError(
             "vLLM learns the positions of what follows a pruned video only when it computes the video's tokens: start"
-            " engines that load prompts without --video-pruning-rate",
+            " this engine and the prefill engine without --video-pruning-rate, so that both have the same prompts",
             role=role,
             video_pruning_rate=media.video_pruning_rate,
         )
