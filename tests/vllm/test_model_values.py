@@ -10,6 +10,7 @@ from vllm.model_executor.models import registry
 
 from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
+from kvconnector.integrations.model_values import ORIGINAL_LENGTH
 from kvconnector.integrations.vllm.settings import model_description
 from kvconnector.topology import TpKVTopology
 from tests.support.model_configs import config
@@ -29,12 +30,14 @@ def described(tmp_path, monkeypatch):
     # vLLM looks at each model's class in a process of its own, which imports all of vLLM again, to keep CUDA untouched
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda call: call())
 
-    def describe(fields, folder=tmp_path, **options):
+    def describe(fields, folder=tmp_path, fitted=None, **options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(fields))
         arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
         args = EngineArgs(model=str(folder), **arguments, **options)
-        return model_description(args.create_engine_config(), "m")
+        made = args.create_engine_config()
+        made.model_config.max_model_len = fitted or made.model_config.max_model_len
+        return model_description(made, "m")
 
     return describe
 
@@ -96,6 +99,17 @@ def test_other_lengths_are_refused_only_with_longrope(described):
     assert refused(at[2048], at[4096]) == {}
     found = refused(at[4096], at[8192])
     assert found == {"config.longrope factors": {"ours": "short_factor", "theirs": "long_factor"}}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_length_fitted_to_the_memory_changes_no_factors(described, inside):
+    """vLLM builds the model for the length before that, and shortens it when it knows how much memory is left."""
+    fields = CASES["LongRoPE"][0]
+    if inside:  # transformers' class of Phi-3 has a default for the length outside
+        scaling = fields["rope_scaling"] | {ORIGINAL_LENGTH: fields[ORIGINAL_LENGTH]}
+        fields = config(**LLAMA, max_position_embeddings=8192, rope_scaling=scaling)
+    found = dict(described(fields, max_model_len=-1, fitted=1024).config)
+    assert found["longrope factors"] == ("long_factor" if inside else "short_factor")
 
 
 def test_a_folder_has_no_revision(described):

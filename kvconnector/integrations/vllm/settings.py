@@ -233,7 +233,11 @@ def _longrope_factors(model: Any) -> str | None:
     length = longrope_length(model.hf_text_config)
     if length is None:
         return None
-    return "long_factor" if model.max_model_len > length else "short_factor"
+    longest = model.max_model_len
+    if model.original_max_model_len == -1:
+        # that was fitted to the memory after the model was built for the longest prompts
+        longest = model.get_and_verify_max_len(-1)
+    return "long_factor" if longest > length else "short_factor"
 
 
 def check_deployment(
