@@ -179,7 +179,8 @@ class Rank:
         is_own = slots != PAD_SLOT_ID
         for layer, value in zip(self.layers, values, strict=True):
             place = self._place(slots[is_own])
-            layer[place] = value[positions.start : positions.stop][is_own]
+            new = value[positions.start : positions.stop][is_own]
+            layer[place] = new.to(layer.dtype)
 
     def right_tokens(self, token_ids, block_ids):
         """Return the positions whose slots on this rank hold the values that a forward pass over the tokens leaves."""
@@ -195,8 +196,15 @@ class Rank:
         return slots // tokens, slice(None), slots % tokens
 
 
+def set_scales(layer, scale):
+    """Give a layer scales, as vLLM does when it loads a checkpoint's."""
+    for part in "kv":
+        setattr(layer, f"_{part}_scale", torch.tensor(scale))
+        setattr(layer, f"_{part}_scale_float", scale)
+
+
 class SharedEngine:
-    def __init__(self, model, role, shape, **options):
+    def __init__(self, model, role, shape, scales=None, **options):
         self.shape = shape
         self.may_fail = False
         config = vllm_config(
@@ -219,6 +227,8 @@ class SharedEngine:
         config.parallel_config.decode_context_parallel_size = shape.dcp_size
         backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN" if shape.kv_heads else "FLASHMLA")
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        if scales is not None:
+            set_scales(layer, scales)
         config.compilation_config.static_forward_context = dict.fromkeys(NAMES, layer)
         self.ranks = [
             Rank(config, shape, self._placement(config, tp_rank, pcp_rank))

@@ -1,10 +1,16 @@
 """New weights: `reset_prefix_cache(reset_connector=True)` ends what was computed with the old ones."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import torch
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from kvconnector.integrations.vllm.messages import WorkerReport
 from tests.vllm import scheduler_world as w
+from tests.vllm.shared_tokens import NAMES, Shape, engines, prefilled, set_scales, until
 
 pytestmark = pytest.mark.vllm
 
@@ -116,3 +122,30 @@ def test_an_engine_that_has_nothing_is_reset_at_once(world):
     engine.abort("r1")
     engine.step(kv_connector_worker_meta=WorkerReport({"r1"}))
     assert reset(engine)
+
+
+def is_over(request):
+    return request.num_output_tokens or request.is_finished()
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("convert", ["auto", "never"])
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+def test_other_scales_than_those_stated_are_noticed(model, monkeypatch, caplog, whose, convert):
+    spec_of = Shape.spec
+    fp8 = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+    monkeypatch.setattr(Shape, "spec", lambda shape: replace(spec_of(shape), **fp8))
+    monkeypatch.setattr("tests.vllm.shared_tokens.UNWRITTEN", 0)
+    shape = Shape(kv_heads=2)
+    with engines(model, shape, shape, scales=0.5, convert=convert) as (producer, consumer):
+        changed = producer if whose == "prefill" else consumer
+        consumer.may_fail = True
+        for number, scale in enumerate((0.5, 0.25, 0.5)):
+            set_scales(changed.config.compilation_config.static_forward_context[NAMES[0]], scale)
+            _, params = prefilled(producer, number, 90)
+            request = consumer.world.add(90, params, prompt=number)
+            until(partial(is_over, request), consumer, producer)
+            is_right = scale == 0.5 or convert == "never"
+            assert request.is_finished() is not is_right
+            until(lambda: not producer.world.used_blocks, producer, consumer)
+        assert ("new weights have changed the scales" in caplog.text) is (convert == "auto")

@@ -365,6 +365,18 @@ def _scales(layer: Any, spec: Any) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(scale.flatten().tolist()) for scale in (layer._k_scale, layer._v_scale))
 
 
+def scales_in_use(vllm_config: VllmConfig, groups: Sequence[RegisteredGroup]) -> dict[str, Any]:
+    """Return the scales of K and V by which layers with stated scales store now, by the layers' names. They are those
+    that vLLM keeps on the host: of several heads the largest.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in groups if group.cache.geometry.scales for name in group.tensors]
+    return {
+        name: [getattr(layers[name], f"_{part}_scale_float", None) for part in "kv"]
+        for name in names
+    }
+
+
 def _register(
     num_blocks: int,
     vllm_group: int,

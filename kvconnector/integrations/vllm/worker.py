@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -13,13 +13,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvconnector.errors import (
     ConfigError,
+    GeometryError,
     KVConnectorError,
     LocalError,
     MemoryInUseError,
     RemoteError,
 )
 from kvconnector.integrations.identity import Identity, check_identity
-from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number, register_groups
+from kvconnector.integrations.vllm.caches import (
+    RegisteredGroup,
+    layer_number,
+    register_groups,
+    scales_in_use,
+)
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvconnector.integrations.vllm.messages import (
@@ -77,6 +83,8 @@ class WorkerHalf:
         self._placement = placement
         self._worker: Worker | None = None
         self._groups: list[RegisteredGroup] = []
+        self._scales: dict[str, Any] = {}
+        """The scales of fp8 caches that other engines know."""
         self._host_buffer: HostBuffer | None = None
         self._unreported = KVConnectorTransferResults()
         self._stats = WorkerStats()
@@ -124,6 +132,8 @@ class WorkerHalf:
                 num_optional=sum(group.is_optional for group in self._groups),
             )
         self._worker = worker
+        if self._settings.config.convert != "never":
+            self._scales = scales_in_use(self._vllm_config, self._groups)
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         if self._host_buffer is None and policy == "recompute":
             self._parts = FailedParts.of(self._groups, len(self._kv_cache_config.kv_cache_groups))
@@ -168,7 +178,9 @@ class WorkerHalf:
         streamed = step.identities.keys() & loads
         self._identities |= {name: step.identities[name] for name in streamed}
         if not self._is_asleep:  # else those with blocks are refused: there is nothing to prepare
-            orders = tuple(map(self._prepared, _without_beginnings(orders)))
+            problem = self._other_scales() if orders else None
+            prepared = (self._prepared(each, problem) for each in _without_beginnings(orders))
+            orders = tuple(prepared)
         try:
             self._take(replace(taken, orders=orders))
         except KVConnectorError as error:
@@ -214,9 +226,30 @@ class WorkerHalf:
                 logger.debug("the step is not reported by layers, only at its end: %s", error)
         self._registered().layer_written(self._layers[name])
 
-    def _prepared(self, order: Order) -> Order:
-        """Prepare the caches for an order and return it. If that fails, return the order to give up its request."""
+    def _other_scales(self) -> GeometryError | None:
+        """Return an error if new weights brought layers other scales than those by which other engines convert."""
+        if not self._scales:
+            return None
+        now = scales_in_use(self._vllm_config, self._groups)
+        changed = [name for name, scales in self._scales.items() if now[name] != scales]
+        if not changed:
+            return None
+        return GeometryError(
+            "new weights have changed the scales of fp8 caches, and other engines would convert by the old ones: start"
+            " this engine again, or set convert=never if both engines always get the same scales",
+            layer=changed[0],
+            stated=self._scales[changed[0]],
+            now=now[changed[0]],
+            num_layers=len(changed),
+        )
+
+    def _prepared(self, order: Order, problem: GeometryError | None) -> Order:
+        """Prepare the caches for an order and return it. If that fails, or there is a `problem` with all caches, return
+        the order to give up its request.
+        """
         try:
+            if problem is not None and isinstance(order, LoadRequest | LeaseOrder):
+                raise problem
             if isinstance(order, LoadRequest):
                 if self._kv_cache_config.needs_kv_cache_zeroing:
                     clear_unwritten(self._groups, order)
