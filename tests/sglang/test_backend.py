@@ -7,6 +7,7 @@ import secrets
 import time
 from array import array
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -950,22 +951,46 @@ def test_a_draft_models_tokens_are_named_by_the_list_of_frequent_ones(backend, t
 
 @pytest.mark.parametrize("on_cuda", [True, False])
 @pytest.mark.parametrize("is_off", [True, False])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ({"model_type": "deepseek_v32"}, False),
+        ({"model_type": "glm_moe_dsa", "indexer_rope_interleave": True}, True),
+        ({"model_type": "dots3_note"}, True),
+    ],
+)
 def test_an_indexers_keys_are_named_by_whether_sglang_rotates_them(
-    backend, monkeypatch, on_cuda, is_off
+    backend, monkeypatch, on_cuda, is_off, model
 ):
+    import sglang
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
     monkeypatch.setenv("SGLANG_DISABLE_DSA_INDEXER_FUSION", str(int(is_off)))
     monkeypatch.setattr(backend, "is_cuda", lambda: on_cuda)
     monkeypatch.setattr(dsa_indexer, "rotate_activation", lambda keys: -keys)
-    made = " ".join(inspect.getsource(dsa_indexer.Indexer.__init__).split())
+    models = Path(sglang.__path__[0], "srt", "models")
     variable = "envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()"
-    rule = f"use_dsa_indexer_fusion = ( _is_cuda and not {variable} and not is_neox_style )"
-    assert made.count(rule) == 1
+    for made, rule in (
+        (
+            inspect.getsource(dsa_indexer.Indexer.__init__),
+            f"use_dsa_indexer_fusion = ( _is_cuda and not {variable} and not is_neox_style )",
+        ),
+        (
+            (models / "deepseek_v2.py").read_text(),
+            'is_neox_style = not getattr(config, "indexer_rope_interleave", False)',
+        ),
+        (
+            (models / "dots3_common" / "modeling.py").read_text(),
+            'is_neox_style=False, prefix=add_prefix("indexer"',
+        ),
+    ):
+        assert " ".join(made.split()).count(rule) == 1
+    config, has_pairs = model
     indexer = SimpleNamespace(use_aiter_fused_fp8_writer=False)
-    indexer.use_dsa_indexer_fusion = on_cuda and not is_off
+    indexer.use_dsa_indexer_fusion = on_cuda and has_pairs and not is_off
     is_rotated = dsa_indexer.Indexer._maybe_rotate(indexer, 1) == -1
-    assert backend._index_element() == ("rotated_index_keys" if is_rotated else "index_keys")
+    found = backend._index_element(SimpleNamespace(**config))
+    assert found == ("rotated_index_keys" if is_rotated else "index_keys")
 
 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):

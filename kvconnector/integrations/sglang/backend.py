@@ -119,6 +119,8 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 RELEASE, RESUME = f"{UPDATER}.release_memory_occupation", f"{UPDATER}.resume_memory_occupation"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
+DOTS_3 = "dots3_note"
+"""The model type whose indexer turns pairs of neighbours without a field that says so."""
 
 FEATURE_PACKAGES = (
     *("sglang", "torch", "torchvision", "transformers", "pillow", "numpy"),
@@ -761,7 +763,7 @@ def _shape(
             has_latent=has_latent,
             is_scaled=_is_scaled(model),
         ),
-        index_element=_index_element(),
+        index_element=_index_element(model.hf_text_config),
         seed_element=_seed_element(),
     )
     if "mamba" not in args.state_types:
@@ -777,11 +779,14 @@ def _shape(
     return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))
 
 
-def _index_element() -> str:
-    """Return which numbers an indexer's keys are: SGLang rotates them by Hadamard's matrix, unless it projects them
-    together with their weights.
+def _index_element(config: Any) -> str:
+    """Return which numbers an indexer's keys are. SGLang rotates them by Hadamard's matrix, unless it projects them
+    together with their weights. That is done on CUDA, if position encodings turn pairs of neighbours, as in GLM-5.x.
     """
-    is_fused = is_cuda() and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
+    # DeepSeek-V3.2 has no such field, and turns the first half with the second
+    is_dots = getattr(config, "model_type", "") == DOTS_3
+    has_pairs = getattr(config, "indexer_rope_interleave", is_dots)
+    is_fused = is_cuda() and has_pairs and not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
     return "index_keys" if is_fused else "rotated_index_keys"
 
 

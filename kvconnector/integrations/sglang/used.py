@@ -255,6 +255,7 @@ V4 = "srt/mem_cache/deepseek_v4_memory_pool.py:DeepSeekV4TokenToKVPool"
 SPARSE: tuple[Entry, ...] = (
     # when keys of an indexer are rotated
     Mentioned("srt/environ.py", ("SGLANG_DISABLE_DSA_INDEXER_FUSION",)),
+    Mentioned("srt/models/deepseek_v2.py", ("indexer_rope_interleave",)),
     Unchanged(
         "srt/layers/attention/dsa/dsa_indexer.py:Indexer._maybe_rotate", ("e63ffba67512b290",)
     ),
