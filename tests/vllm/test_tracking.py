@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import VllmConfig
 
-from kvconnector.integrations.vllm.tracking import IdleSteps, Reports, Siblings
+from kvconnector.integrations.vllm.tracking import IdleSteps, PartlyFilled, Reports, Siblings
 
 pytestmark = pytest.mark.vllm
 
@@ -70,3 +70,22 @@ def config_of(*, asynchronous=False, pp=1, dp=1, is_v2=False):
     )
     config.max_concurrent_batches = VllmConfig.max_concurrent_batches.fget(config)
     return config
+
+
+def test_a_long_prompt_s_blocks_are_not_all_looked_at():
+    """A prompt of a million tokens has 65,536 of them, and the scheduler would begin no step meanwhile."""
+
+    class Table(list):
+        def __getitem__(self, place):
+            looked.add(place)
+            return super().__getitem__(place)
+
+    looked = set()
+    partly = PartlyFilled()
+    partly._groups = [SimpleNamespace(vllm_group=0, row_tokens=1, keeps="window")]
+    partly.block_tokens = (16,)
+    gone = SimpleNamespace(is_null=True, block_hash=None, block_id=0)
+    kept = [SimpleNamespace(is_null=False, block_hash=None, block_id=each) for each in range(1, 4)]
+    partly.expect("r", [(16 * 1002, 16 * 1003)], [Table([gone] * 1000 + kept)])
+    assert sorted(partly._blocks["r"]) == [(0, 1000, 1), (0, 1001, 2)]
+    assert looked == {999, 1000, 1001}

@@ -139,9 +139,11 @@ class PartlyFilled:
             table, number = tables[info.vllm_group], info.vllm_group
             places = [index] if inside else []
             if info.keeps == "window":
-                # blocks of a prefix hit have a hash, and new ones get it after the load
-                kept = range(min(index, len(table)))
-                places += [n for n in kept if not table[n].is_null and table[n].block_hash is None]
+                # down to those of a prefix hit, which have a hash, or to where the window kept nothing
+                for place in range(min(index, len(table)) - 1, -1, -1):
+                    if table[place].is_null or table[place].block_hash is not None:
+                        break
+                    places.append(place)
             blocks += [(number, place, table[place].block_id) for place in places]
         if blocks:
             self._blocks[request_id] = blocks
