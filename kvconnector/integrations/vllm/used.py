@@ -34,7 +34,7 @@ ENTRIES: tuple[Entry, ...] = (
         "config/model.py:ModelConfig",
         (
             *("model", "revision", "dtype", "max_model_len", "hf_text_config"),
-            "get_total_num_hidden_layers",
+            *("get_total_num_hidden_layers", "multimodal_config", "uses_mrope"),
         ),
     ),
     Fields(
@@ -42,9 +42,16 @@ ENTRIES: tuple[Entry, ...] = (
         (
             *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_index"),
             *("prefill_context_parallel_size", "decode_context_parallel_size"),
+            *("data_parallel_size", "distributed_executor_backend", "world_size"),
         ),
     ),
-    Fields("config/vllm.py:VllmConfig", ("max_concurrent_batches", "num_prefill_lookahead_tokens")),
+    Fields(
+        "config/vllm.py:VllmConfig",
+        ("max_concurrent_batches", "num_prefill_lookahead_tokens", "aux_output_config"),
+    ),
+    Fields("config/aux_output.py:AuxOutputConfig", ("enabled",)),
+    Fields("config/multimodal.py:MultiModalConfig", ("video_pruning_rate",)),
+    Fields(f"{MULTI}:MultiConnector", ("sub_connectors",)),
     Fields(f"{SPECS}:KVCacheConfig", ("num_blocks", "kv_cache_groups")),
     Fields("v1/outputs.py:KVConnectorOutput", ("finished_sending", "finished_recving")),
     Fields(
