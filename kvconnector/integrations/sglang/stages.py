@@ -2,10 +2,10 @@
 
 In each pass the stages agree on the requests whose transfers have ended, well or not. The first stage lists their ids,
 each further stage takes out those that have not ended there, and the last stage's list goes round: each stage releases
-what is in it and tells the next stage what it has released. This has two gaps. A stage goes by its own result, so if a
-transfer failed in one stage alone, the others go on to compute the request, and that one waits for none of their steps.
-And a stage passes on only what it released after a success, so the stages behind it keep a failed request's pages for
-ever.
+what is in it and tells the next stage what it has released. This has two gaps. Each stage goes by its own result: if a
+transfer failed in one stage alone, the others compute the request, while that stage takes part in none of its steps,
+and the engine stops. And a stage passes on only what it released after a success, so the stages behind it keep a failed
+request's pages for ever.
 
 With the hooks a stage lists a request twice if its transfer was a success: as `id` and as `(id,)`. SGLang's code takes
 both for ids. So `(id,)` goes round only if the transfer was a success in every stage, and a stage that gets `id` alone
