@@ -936,17 +936,39 @@ def test_compressed_states_of_another_type_are_refused(backend, monkeypatch):
 def test_a_draft_models_tokens_are_named_by_the_list_of_frequent_ones(backend, tmp_path):
     """SGLang's prefill engine sends places in its list, and a decode engine looks them up in its own."""
     spec = backend.get_spec()
-    names = [backend._seed_element()]
+    spec.speculative_algorithm = "EAGLE"
+    names = {backend._seed_element(None)}
     for frequent in ([5, 7], [5, 9]):
         path = tmp_path / "map.pt"
         torch.save(frequent, path)
         spec.speculative_token_map = str(path)
-        for algorithm in ("EAGLE", "EAGLE3"):  # the latter has a list of its own
-            spec.speculative_algorithm = algorithm
-            names.append(backend._seed_element())
-    plain, first, of_eagle3, second, _ = names
-    assert len({plain, first, second}) == 3
-    assert plain == of_eagle3 == "draft_tokens"
+        names.add(backend._seed_element(None))
+    assert len(names) == 3
+
+
+def test_an_eagle3_heads_tokens_are_named_by_the_length_of_its_list(backend, monkeypatch):
+    """Its list is among its weights. A place beyond the end of the decode engine's list would end that engine."""
+    spec = backend.get_spec()
+    vars(spec).update(
+        speculative_algorithm="EAGLE3",
+        speculative_token_map="which SGLang ignores",
+        speculative_draft_model_path="a head",
+        speculative_draft_model_revision=None,
+    )
+    asked, fields = [], {}
+
+    def config_of(server_args, **options):
+        asked.append((server_args, options))
+        return SimpleNamespace(hf_config=SimpleNamespace(**fields), vocab_size=128_000)
+
+    monkeypatch.setattr(backend, "ModelConfig", SimpleNamespace(from_server_args=config_of))
+    without = backend._seed_element("arguments")
+    fields["draft_vocab_size"] = None  # as in a head that takes the target model's
+    assert without == backend._seed_element("arguments") == "draft_tokens_of_128000"
+    fields["draft_vocab_size"] = 32_000
+    assert backend._seed_element("arguments") == "draft_tokens_of_32000"
+    options = {"model_path": "a head", "model_revision": None, "is_draft_model": True}
+    assert asked[0] == ("arguments", options)
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])

@@ -764,7 +764,7 @@ def _shape(
             is_scaled=_is_scaled(model),
         ),
         index_element=_index_element(model.hf_text_config),
-        seed_element=_seed_element(),
+        seed_element=_seed_element(server_args),
     )
     if "mamba" not in args.state_types:
         return shape
@@ -790,13 +790,23 @@ def _index_element(config: Any) -> str:
     return "index_keys" if is_fused else "rotated_index_keys"
 
 
-def _seed_element() -> str:
+def _seed_element(server_args: Any) -> str:
     """Return by which numbers a draft model's tokens are named: by places in a list of frequent ones, if it has one.
 
-    An engine whose list is shorter than such a number would end.
+    An engine whose list is shorter than such a number would end. EAGLE3's heads have their lists among their weights,
+    so only the length is known here.
     """
     spec = get_spec()
-    if spec.speculative_token_map is None or spec.speculative_algorithm == "EAGLE3":
+    if spec.speculative_algorithm == "EAGLE3":
+        draft = ModelConfig.from_server_args(
+            server_args,
+            model_path=spec.speculative_draft_model_path,
+            model_revision=spec.speculative_draft_model_revision,
+            is_draft_model=True,
+        )
+        size = getattr(draft.hf_config, "draft_vocab_size", None) or draft.vocab_size
+        return f"draft_tokens_of_{size}"
+    if spec.speculative_token_map is None:
         return "draft_tokens"
     frequent = load_token_map(spec.speculative_token_map)
     return f"draft_tokens_of_map_{content_digest(frequent.numpy().tobytes())[:8]}"

@@ -166,6 +166,11 @@ ENTRIES: tuple[Entry, ...] = (
     Name(f"{CONTEXT}:get_model"),
     Name(f"{CONTEXT}:get_spec"),
     Mentioned("srt/arg_groups/field_order.py", ("speculative_token_map", "speculative_algorithm")),
+    Mentioned(
+        "srt/arg_groups/field_order.py",
+        ("speculative_draft_model_path", "speculative_draft_model_revision"),
+    ),
+    Mentioned("srt/models/llama_eagle3.py", ("draft_vocab_size",)),
     Name("srt/speculative/spec_utils.py:load_token_map", ("token_map_path",)),
     Name(f"{CONTEXT}:attention_backends"),
     Mentioned("srt/arg_groups/field_order.py", ("quantization_param_path", "weight_version")),
