@@ -57,6 +57,7 @@ class Side:
 
     kv_cache_dtype = "auto"
     has_host_cache = False
+    has_sessions = False
     other_caches = ()
     ratios = None
 
@@ -81,6 +82,7 @@ class Side:
             enable_hisparse=False,
             **{name: name in self.other_caches for name in OTHER_CACHES},
             enable_hierarchical_cache=self.has_host_cache,
+            enable_streaming_session=self.has_sessions,
             enable_fused_qk_norm_rope=None,
         )
         count = -(-TOKENS // page_size)
@@ -1063,6 +1065,14 @@ def test_a_prefix_that_is_being_loaded_is_not_published(backend, monkeypatch, lo
 def test_caches_whose_copies_nobody_has_read_are_refused(backend, monkeypatch, name, mode):
     monkeypatch.setattr(Side, "other_caches", (name,))
     with pytest.raises(ConfigError, match=name):
+        Side(backend, mode, 32, "cpu")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_sessions_that_keep_pages_are_refused(backend, monkeypatch, mode):
+    """SGLang's decode engine ends at the second turn, for which it allocates pages beside those that it has kept."""
+    monkeypatch.setattr(Side, "has_sessions", True)
+    with pytest.raises(ConfigError, match="enable_streaming_session"):
         Side(backend, mode, 32, "cpu")
 
 

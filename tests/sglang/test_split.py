@@ -141,6 +141,7 @@ SERVER = SimpleNamespace(
     radix_cache_backend=None,
     enable_unified_cache_external_linker=False,
     enable_hierarchical_cache=False,
+    enable_streaming_session=False,
     enable_fused_qk_norm_rope=None,
 )
 

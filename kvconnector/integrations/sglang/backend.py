@@ -622,6 +622,8 @@ def _facts(args: KVArgs, server_args: Any, *, is_prefill: bool) -> dict[str, obj
         "enable_lmcache": server_args.enable_lmcache,
         "enable_unified_cache_external_linker": server_args.enable_unified_cache_external_linker,
         "enable_hisparse": server_args.enable_hisparse,
+        # a decode engine would end at a session's second turn, for which it allocates pages again
+        "enable_streaming_session": server_args.enable_streaming_session,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
         # their kernels have other pages there
         "sparse attention on ROCm": bool(torch.version.hip) and _is_sparse(args),

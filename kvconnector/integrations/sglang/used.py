@@ -135,6 +135,7 @@ ENTRIES: tuple[Entry, ...] = (
             "enable_flexkv",
             "radix_cache_backend",
             "enable_unified_cache_external_linker",
+            "enable_streaming_session",
         ),
     ),
     Name(f"{PREFILL}:PrefillBootstrapQueue._check_if_req_exceed_kv_capacity", ("req",)),
