@@ -40,7 +40,8 @@ RADIX = {"disaggregation-decode-enable-radix-cache": True}
 TP2 = {"tp": 2}
 PP2 = {"pp-size": 2}
 CP2 = {"tp": 2, "attn-cp-size": 2, "enable-prefill-cp": True, "cp-strategy": "zigzag"}
-SPLIT = CP2 | {"cp-strategy": "interleave", "enable-dsa-cache-layer-split": True}
+INTERLEAVED = CP2 | {"cp-strategy": "interleave"}
+SPLIT = INTERLEAVED | {"enable-dsa-cache-layer-split": True}
 GQA1 = {"kv_heads": 1}
 WINDOW = {"window": 64}
 MLA = {"kind": "mla"}
@@ -191,6 +192,7 @@ CASES = (
     _attention("cp2-tp2", s.split_prompts, prefill=CP2, decode=TP2),
     _attention("cp2-hits-page16-64", s.prefix_hits, prefill=CP2, decode=RADIX | _page(64)),
     _sparse("sparse"),
+    _sparse("cp2-interleaved-tp2", s.split_prompts, prefill=INTERLEAVED, decode=TP2),
     _sparse("cp2-split-tp1", s.split_layers, prefill=SPLIT),
     _sparse("cp2-split-tp2", s.split_layers, prefill=SPLIT, decode=TP2),
     _sparse("cp2-split-pp2", s.split_layers, prefill=SPLIT, decode=PP2),
