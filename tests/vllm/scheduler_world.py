@@ -247,6 +247,16 @@ class World:
         self.scheduler.add_request(request)
         return request
 
+    def part_of(self, request, tokens, *, resumable):
+        """Return the next part of a prompt that comes in parts; its end if it is not `resumable`."""
+        return Request(
+            request_id=request.request_id,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
+            pooling_params=None,
+            resumable=resumable,
+        )
+
     def abort(self, request_id):
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 

@@ -339,6 +339,27 @@ def test_a_prompt_that_comes_in_parts_is_computed_whole(world):
     assert request.max_tokens == 4
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_prompt_that_comes_in_parts_is_offered_once_at_its_end(world, is_idle):
+    """vLLM aborts it if it waits for a part when it ends. Until then it keeps its blocks itself."""
+    engine = world(role="kv_producer")
+    request = engine.add_with(100, dict(w.REMOTE_DECODE), max_tokens=1, resumable=True)
+    (output,) = engine.step()[1]
+    assert (output.kv_transfer_params, request.status.name) == (None, "WAITING_FOR_STREAMING_REQ")
+    part = engine.part_of(request, [3] * 30, resumable=True)
+    end = engine.part_of(request, [3], resumable=False)
+    engine.scheduler.add_request(part)
+    (output,) = engine.step()[1] if is_idle else [None]
+    engine.scheduler.add_request(end)
+    while request.request_id in engine.scheduler.requests and not request.is_finished():
+        (output,) = engine.step()[1]
+    (hold,) = engine.step()[0].holds or [None]
+    if is_idle:
+        assert (output.kv_transfer_params, hold, engine.used_blocks) == (None, None, 0)
+    else:
+        assert output.kv_transfer_params["remote_num_tokens"] == hold.num_tokens == 130
+
+
 def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine = world(role="kv_producer")
     engine.add(100, dict(w.REMOTE_DECODE), max_tokens=4)
