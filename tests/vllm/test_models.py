@@ -116,3 +116,21 @@ def test_an_engine_may_lack_the_draft_layers_of_the_other_one(model, who_drafts,
         **drafting(drafts[0]),
     ) as engines:
         check(engines, num_tokens)
+
+
+@pytest.mark.parametrize(
+    "whose, reason",
+    [("prefill", "a different number of cache groups"), ("decode", "they differ in cache_groups")],
+)
+def test_engines_of_which_one_keeps_windows_whole_refuse_each_other(model, caplog, whose, reason):
+    off = {"disable_hybrid_kv_cache_manager": whose == "prefill"}
+    decode = {"disable_hybrid_kv_cache_manager": whose == "decode"}
+    layers = MODELS["gpt-oss"]()
+    with pair(model, layers, decode=decode, enable_prefix_caching=False, **off) as engines:
+        _, params = offered(engines.p, 300)
+        wanted = engines.d.world.add(300, params, prompt=300)
+        until_s = time.monotonic() + DEADLINE_S
+        while reason not in caplog.text:
+            engines.d.step(), engines.p.step()
+            assert time.monotonic() < until_s, wanted
+            time.sleep(0.001)
