@@ -15,7 +15,7 @@ from torch import distributed
 
 from kvconnector.errors import BlockIdError
 from kvconnector.integrations.sglang.transfers import Stage
-from tests.sglang.pure.engines import Pair
+from tests.sglang.pure.engines import Pair, fail_alone, loaded
 from tests.sglang.pure.pools import Model
 from tests.support.waiting import until
 
@@ -152,18 +152,6 @@ def _pass(ring):
     last.process_decode_transfer_queue(last._pp_recv_pyobj_from_prev_stage())
 
 
-def _loaded(pair, room):
-    sent, wanted = pair.send(room), pair.want(room)
-    pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
-    pair.load(wanted, OTHERS, TOKENS)
-    pair.until_over(*wanted, *sent)
-    return wanted
-
-
-def _fail(receiver):
-    receiver.stage, receiver.error = Stage.FAILED, BlockIdError("no such block")
-
-
 def _left(ring):
     queues = [each.disagg_decode_transfer_queue for each in ring]
     return [len(each.queue) + len(each._deferred_releases) for each in queues]
@@ -172,9 +160,9 @@ def _left(ring):
 @pytest.mark.parametrize("failing", FAILING, ids=str)
 def test_what_one_stage_fails_is_failed_in_all(ring, pair, failing):
     """Of stages that have read their parts, which SGLang would let go on with a request that another lacks."""
-    one, other = _loaded(pair, 40), _loaded(pair, 41)
+    one, other = loaded(pair, 40, PAGES, OTHERS, TOKENS), loaded(pair, 41, PAGES, OTHERS, TOKENS)
     for at in failing:
-        _fail(one[at])
+        fail_alone(one[at])
     stages = ring(one, other)
     until(lambda: _left(stages) == [0, 0], lambda: _pass(stages))
     events = [[req.events for req in stage.requests] for stage in stages]
@@ -187,7 +175,7 @@ def test_a_stage_that_still_reads_is_waited_for(ring, pair):
     sent, wanted = pair.send(42), pair.want(42)
     pair.compute(sent, PAGES, 0, 16)
     pair.load(wanted, OTHERS, TOKENS)
-    _fail(wanted[1])
+    fail_alone(wanted[1])
     stages = ring(wanted)
     _pass(stages)
     assert _left(stages) == [1, 1]
@@ -227,7 +215,7 @@ def test_what_a_stage_fails_just_before_it_gets_pages_is_failed_in_all(ring, pai
     good, bad = last._pp_pd_get_prealloc_ids()
     assert (good, bad) == (["request-0"], [])
     for at in failing:
-        _fail(wanted[at])
+        fail_alone(wanted[at])
     pair.compute(sent, PAGES, 16, TOKENS, is_last=True)
     pair.load(wanted, OTHERS, TOKENS)
     pair.until_over(*wanted)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvconnector.control.address import HostPort, parse_address
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import BlockIdError, KVConnectorError
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import connector_config
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, Stage
@@ -247,6 +247,20 @@ class Pair:
                 assert found == [i + token + number for i in range(width)]
             elif pools.has_draft:
                 assert not any(found), "an earlier request's seeds"
+
+
+def loaded(pair, room, pages, others, num_tokens):
+    """Let a prompt be sent from `pages` and loaded into `others`. Returns the receivers of all ranks."""
+    sent, wanted = pair.send(room), pair.want(room)
+    pair.compute(sent, pages, 0, num_tokens, is_last=True)
+    pair.load(wanted, others, num_tokens)
+    pair.until_over(*wanted, *sent)
+    return wanted
+
+
+def fail_alone(receiver):
+    """Let a receiver fail, and no other learn of it."""
+    receiver.stage, receiver.error = Stage.FAILED, BlockIdError("no such block")
 
 
 def error_of(transfer):

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnector.errors import BlockIdError
 from kvconnector.integrations.sglang.stages import list_successes, release_alike
 from kvconnector.integrations.sglang.transfers import Stage
-from tests.sglang.pure.engines import Pair, error_of
+from tests.sglang.pure.engines import Pair, error_of, fail_alone, loaded
 from tests.sglang.pure.pools import Model
 
 pytestmark = pytest.mark.ucx
@@ -23,19 +22,6 @@ OF_ENDED = [Stage.DONE, Stage.FAILED]
 def pair():
     with closing(Pair(Model(), decode={"pp_size": 2})) as made:
         yield made
-
-
-def _loaded(pair, room):
-    sent, wanted = pair.send(room), pair.want(room)
-    pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
-    pair.load(wanted, OTHERS, TOKENS)
-    pair.until_over(*wanted, *sent)
-    return wanted
-
-
-def _fail(receiver):
-    """Let a receiver fail, and no other learn of it."""
-    receiver.stage, receiver.error = Stage.FAILED, BlockIdError("no such block")
 
 
 class Scheduler:
@@ -93,9 +79,9 @@ def _go_round(stages):
 
 @pytest.mark.parametrize("failing", [(), (0,), (1,), (0, 1)], ids=str)
 def test_all_stages_release_a_request_or_all_fail_it(pair, failing):
-    wanted = _loaded(pair, 30)
+    wanted = loaded(pair, 30, PAGES, OTHERS, TOKENS)
     for at in failing:
-        _fail(wanted[at])
+        fail_alone(wanted[at])
     stages = [Scheduler(one=each) for each in wanted]
     listed = _go_round(stages)
     assert [each.done for each in stages] == [[] if failing else ["one"]] * 2
@@ -113,8 +99,8 @@ def test_a_request_that_has_not_ended_in_every_stage_stays(pair):
     sent, wanted = pair.send(31), pair.want(31)
     pair.compute(sent, PAGES, 0, 16)
     pair.load(wanted, OTHERS, TOKENS)
-    done = _loaded(pair, 32)
-    _fail(wanted[1])
+    done = loaded(pair, 32, PAGES, OTHERS, TOKENS)
+    fail_alone(wanted[1])
     stages = [Scheduler(one=each, two=other) for each, other in zip(wanted, done, strict=True)]
     assert {*_go_round(stages)} == {"two", ("two",)}
     assert [each.done for each in stages] == [["two"]] * 2
